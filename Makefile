@@ -50,11 +50,12 @@ test-thorough: $(TEST_READY) ## the variants that `make test` leaves out, such a
 unit: $(TEST_READY) ## the quick tests only
 	$(BIN)/pytest -n $(WORKERS) -m "not slow and not thorough and not model and not stack and not compose and not dist" $(ARGS)
 
-lint: $(READY) ## style, types, import contracts, generated files
+lint: $(READY) ## style, types, import contracts, names of classes, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p paceline
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.class_names
 	$(BIN)/python -m paceline.proto.generate --check
 	$(BIN)/python docs/generate.py --check
 

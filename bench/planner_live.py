@@ -38,7 +38,7 @@ from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.planner.recording import RecordFile
 from paceline.services.planner.service import PlannerService
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 
 BUDGET = 6
@@ -129,7 +129,9 @@ class StandInPlatform:
         pass
 
     async def state(self) -> PlatformState:
-        return PlatformState({role: RoleState(own := self._count(role), own, self._draining(role)) for role in ROLES})
+        return PlatformState(
+            {role: PlatformRole(own := self._count(role), own, self._draining(role)) for role in ROLES}
+        )
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         await self.have(role, wanted, STARTUP_SECONDS, victims)

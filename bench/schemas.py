@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLTokenizer, grammar_from
 from bench.load import table
 from bench.structured import random_schema
 from paceline.core.grammar import LIMITS
-from paceline.core.json_grammar.compiler import Options, compile_schema
+from paceline.core.json_grammar.compiler import SchemaOptions, compile_schema
 
 _SPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _TOKENS = 200
@@ -29,7 +29,7 @@ _TOKENS = 200
 
 def ours(schema: dict[str, object]) -> str:
     """Return the grammar of Paceline."""
-    return compile_schema(schema, Options(white_space=_SPACE)).grammar
+    return compile_schema(schema, SchemaOptions(white_space=_SPACE)).grammar
 
 
 def theirs(schema: dict[str, object]) -> str:

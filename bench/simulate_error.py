@@ -43,7 +43,7 @@ from paceline.profiler.profile import profile
 from paceline.simulator.recorder import ClassRecord, Times
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import Simulation
-from paceline.simulator.trace import Trace
+from paceline.simulator.trace import LoadTrace
 from paceline.simulator.trace_files import read_trace
 
 REQUEST_SECONDS = 120.0
@@ -233,7 +233,7 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
     return tokens
 
 
-def simulate(learned: Profile, trace: Trace, aggregated: bool, seed: int) -> ClassRecord:
+def simulate(learned: Profile, trace: LoadTrace, aggregated: bool, seed: int) -> ClassRecord:
     """Return what a simulation of a trace says, with the fleet that the stack had."""
     scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, seed=seed)
     simulation = Simulation(scenario, trace)

@@ -21,7 +21,7 @@ from paceline.core.step_times import Curve, Delay, Profile, Spread, StepTimes, W
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import simulate
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 from paceline.simulator.trace_files import read_trace
 
 RATE_OF_A_WORKER = 0.8
@@ -51,7 +51,7 @@ PROFILE = Profile(
 )
 
 
-def repeated(trace: Trace, count: int, rate: float) -> Iterator[TraceRequest]:
+def repeated(trace: LoadTrace, count: int, rate: float) -> Iterator[TraceRequest]:
     """Yield `count` requests at a steady rate. Each round through the trace has blocks of its own."""
     known = list(trace)
     first = 1 + max((max(request.blocks) for request in known if request.blocks), default=0)
@@ -94,7 +94,7 @@ def main() -> None:
     rate = RATE_OF_A_WORKER * options.workers
     begin, cpu = time.perf_counter(), time.process_time()
     requests = announced(repeated(trace, options.requests, rate), options.requests)
-    result = simulate(scenario, Trace(trace.block_tokens, requests))
+    result = simulate(scenario, LoadTrace(trace.block_tokens, requests))
     seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     print(f"{options.workers} workers, {options.requests} requests, {result.seconds:.0f} s simulated")
     print(f"{seconds:.0f} s, {cpu:.0f} s of CPU ({cpu / options.requests * 1000:.2f} ms a request)")

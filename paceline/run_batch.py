@@ -68,10 +68,10 @@ def run_batch(
         InvalidRequestError: the input file, or something else, is refused. The message names its lines.
         UnavailableError: the stack has ended or does not answer.
     """
-    asked = Asked(_read(source))
+    asked = AskedBatch(_read(source))
     if target.is_file() and target.samefile(source):
         raise ConfigError(f"the answers would replace their requests in {source}; give another output file")
-    output = Output(target)
+    output = OutputFile(target)
     if not asked.bodies:
         output.write(asked.answered())  # no stack is needed
     elif gateway.url:
@@ -82,7 +82,7 @@ def run_batch(
     return asked.is_good
 
 
-class Asked:
+class AskedBatch:
     """The lines of an input file, and their answers as they become known.
 
     Attributes:
@@ -130,7 +130,7 @@ class Asked:
             self.bodies.setdefault(line.url, {})[number] = numbered
 
 
-class Output:
+class OutputFile:
     """The file of answers. Raises ConfigError if it cannot be written.
 
     A plain file is there as a whole or not at all, also at the end of a link. A device or a pipe is written to.
@@ -252,7 +252,7 @@ class Server:
             self._gateway.send("DELETE", f"/v1/files/{file_id}", seconds=REQUEST_SECONDS)
 
 
-def _answer(server: Server, asked: Asked, output: Output, source: Path, window: str) -> None:
+def _answer(server: Server, asked: AskedBatch, output: OutputFile, source: Path, window: str) -> None:
     """Answer all lines, by one batch for each URL, and write the answers."""
     read: list[str] = []
     for url, bodies in asked.bodies.items():

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, reg
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar_errors import explain
-from paceline.core.json_grammar.compiler import Compiled, Options, compile_schema
+from paceline.core.json_grammar.compiler import Compiled, SchemaOptions, compile_schema
 from paceline.core.json_grammar.conjunctions import Unenforced
 from paceline.core.json_grammar.notations import notation_of
 from paceline.core.json_grammar.strings import quoted
@@ -162,7 +162,7 @@ def _compiled(text: str) -> Compiled:
     return compile_schema(schema, _options(schema))
 
 
-def _options(schema: dict[str, Any] | bool) -> Options:
+def _options(schema: dict[str, Any] | bool) -> SchemaOptions:
     """Return the options of a schema, and remove them from it.
 
     Schemas in a client's grammar may have all of them, because the grammar may be that of a chat which was rendered.
@@ -170,12 +170,12 @@ def _options(schema: dict[str, Any] | bool) -> Options:
     Raises ConstraintError if there are other options.
     """
     given = schema.pop(OPTIONS, {}) if isinstance(schema, dict) else {}
-    options = Options()
+    options = SchemaOptions()
     known = {"whitespace_flexible", "whitespace_pattern", "closed", "tolerant", "notation"}
     white_space = given.get("whitespace_pattern", options.white_space) if isinstance(given, dict) else 0
     if not isinstance(white_space, str | None) or not given.keys() <= known:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
-    return Options(
+    return SchemaOptions(
         white_space=white_space if given.get("whitespace_flexible", True) else None,
         closes=given.get("closed", True),
         is_lenient=given.get("tolerant", False),

@@ -182,7 +182,7 @@ class WorkerTimes(_Value):
     """Price of one device for an hour, in any currency."""
 
 
-class Turns(_Value):
+class TurnTimes(_Value):
     """How workers of one host that share its cores take turns: a decode worker computes when it has work, and leaves
     prefill some time after each of its steps. See `core/turns.py`."""
 
@@ -242,7 +242,7 @@ class Profile(_Value):
     prefill: WorkerTimes
     decode: WorkerTimes
     """Also the times of the workers of a fleet that is not disaggregated."""
-    turns: Turns | None = None
+    turns: TurnTimes | None = None
     """None if every worker has a device, or cores, of its own."""
     gateway: Delay = Delay()
     """Time in the gateway from the arrival of a request until its placement, by prompt tokens: tokenizing, hashing."""

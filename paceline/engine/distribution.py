@@ -18,7 +18,7 @@ _LIKELY = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Distribution:
+class TokenDistribution:
     """A distribution over token ids."""
 
     weights: Tensor
@@ -41,7 +41,7 @@ class Distribution:
             return shares
         return torch.zeros(vocab_size, dtype=shares.dtype, device=shares.device).scatter_(0, self.tokens, shares)
 
-    def verify(self, draft: int, drawn_from: Distribution | None, vocab_size: int, u: float, v: float) -> int:
+    def verify(self, draft: int, drawn_from: TokenDistribution | None, vocab_size: int, u: float, v: float) -> int:
         """Return a token of this distribution p, which is the draft with the highest possible probability.
 
         This is speculative sampling (Leviathan 2022). A draft x that was drawn from q is accepted with probability
@@ -60,10 +60,10 @@ class Distribution:
         if u * drawn[draft] < wanted[draft]:
             return draft
         missing = (wanted - drawn).clamp_(min=0.0)
-        return Distribution(missing).draw(v) if missing.any() else draft
+        return TokenDistribution(missing).draw(v) if missing.any() else draft
 
 
-def cut(logits: Tensor, params: SamplingParams) -> Distribution:
+def cut(logits: Tensor, params: SamplingParams) -> TokenDistribution:
     """Return the distribution of one row of logits, fp32 [vocab], after temperature, top_k, min_p and top_p."""
     tokens: Tensor | None = None
     values = logits.double() / params.temperature
@@ -76,7 +76,7 @@ def cut(logits: Tensor, params: SamplingParams) -> Distribution:
     if params.top_p < 1:
         probabilities, order = _cut_top_p(probabilities, params.top_p)
         tokens = order if tokens is None else tokens[order]
-    return Distribution(probabilities, tokens)
+    return TokenDistribution(probabilities, tokens)
 
 
 def _best_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

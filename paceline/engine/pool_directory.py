@@ -50,7 +50,7 @@ class PeerPools(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlocks:
     """Blocks that were in the pool at the time of the search."""
 
     indices: np.ndarray
@@ -109,7 +109,7 @@ class PoolDirectory:
 
     # ---- readers
 
-    def find(self, moves: Sequence[BlockCopy]) -> Found:
+    def find(self, moves: Sequence[BlockCopy]) -> FoundBlocks:
         """Find the blocks that can be read from the pool now."""
         places = np.fromiter((move.arena_slot for move in moves), np.int64, len(moves))
         stamps = self._stamps[places]
@@ -117,9 +117,9 @@ class PoolDirectory:
         entries = self._entries[places]
         wanted = np.frombuffer(b"".join(map(_name, moves)), _NAME)
         (indices,) = np.nonzero((stamps != 0) & (entries["name"] == wanted) & (entries["slot"] < self._slots))
-        return Found(indices, entries["slot"][indices], places[indices], stamps[indices])
+        return FoundBlocks(indices, entries["slot"][indices], places[indices], stamps[indices])
 
-    def unchanged(self, found: Found) -> list[int]:
+    def unchanged(self, found: FoundBlocks) -> list[int]:
         """Return the indices of found blocks that have not changed since they were found."""
         self._fence()  # reads the blocks before the stamps
         kept: list[int] = found.indices[self._stamps[found.arena_slots] == found.stamps].tolist()

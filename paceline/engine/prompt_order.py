@@ -61,7 +61,7 @@ class Arrival(NamedTuple):
         return self.clock + min(float(AGING * left), self.slack)
 
 
-class Prompt(Protocol):
+class OrderedPrompt(Protocol):
     """A prompt that is not completely planned."""
 
     prompt_arrival: Arrival | None
@@ -81,7 +81,7 @@ class Prompt(Protocol):
         tokens already, and waits for the next one."""
 
 
-P = TypeVar("P", bound=Prompt)
+P = TypeVar("P", bound=OrderedPrompt)
 
 
 class PromptOrder:
@@ -131,7 +131,7 @@ class PromptOrder:
             completes = completes or taken >= left
         self._clock += used
 
-    def _arrive(self, prompt: Prompt, tokens_per_second: float, now: float) -> Arrival:
+    def _arrive(self, prompt: OrderedPrompt, tokens_per_second: float, now: float) -> Arrival:
         arrival, wanted = Arrival(self._arrivals, self._clock, prompt.left_len, at=now), prompt.ttft_seconds
         if wanted is not None and (tokens_per_second > 0 or wanted == 0):
             arrival = arrival._replace(slack=max(0.0, wanted * tokens_per_second - prompt.left_len))
@@ -140,7 +140,7 @@ class PromptOrder:
             self._newest.append(arrival)
         return arrival
 
-    def _expects_others(self, prompt: Prompt, tokens_per_second: float, now: float) -> bool:
+    def _expects_others(self, prompt: OrderedPrompt, tokens_per_second: float, now: float) -> bool:
         """Return whether a prompt arrived lately that would go before this one if it arrived now."""
         arrival = prompt.prompt_arrival
         assert arrival is not None
@@ -172,7 +172,7 @@ def piece_of(left: int, budget: int) -> int:
     return (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
 
 
-def _urgency(prompt: Prompt) -> tuple[bool, float, int]:
+def _urgency(prompt: OrderedPrompt) -> tuple[bool, float, int]:
     arrival = prompt.prompt_arrival
     assert arrival is not None
     return prompt.background, arrival.due(prompt.left_len), arrival.number

@@ -16,7 +16,7 @@ from paceline.kernels.transfer import to_device
 from paceline.models.base import EncodedRows
 
 
-class Piece(NamedTuple):
+class MediaPiece(NamedTuple):
     """Tokens [start, end) of a row, which are tokens `begin` and following of a step."""
 
     row: int
@@ -70,7 +70,7 @@ class RowMedia:
         """Take in where the encoding of a span is."""
         self._slots[update.row][update.span] = update.slots
 
-    def encoded(self, pieces: Sequence[Piece]) -> EncodedRows | None:
+    def encoded(self, pieces: Sequence[MediaPiece]) -> EncodedRows | None:
         """Return the rows of encodings that a step reads; None if it reads none."""
         places: list[np.ndarray] = []
         rows: list[Tensor] = []
@@ -91,7 +91,7 @@ class RowMedia:
         values = to_device(torch.cat(rows), self._device)
         return EncodedRows(self._joined(places), values, self._joined(positions) if positions else None)
 
-    def shift_positions(self, pieces: Sequence[Piece], positions: np.ndarray) -> None:
+    def shift_positions(self, pieces: Sequence[MediaPiece], positions: np.ndarray) -> None:
         """Turn the indices of tokens in `positions`, int64 [tokens], into their positions.
 
         Placeholder tokens of a grid get any positions, because their own are in `EncodedRows.positions`.
@@ -109,7 +109,7 @@ class RowMedia:
         """Return arrays [..., tokens] of pieces as one tensor on the device."""
         return to_device(torch.from_numpy(np.concatenate(arrays, axis=-1)), self._device)
 
-    def last_keys(self, pieces: Sequence[Piece], positions: np.ndarray) -> Tensor | None:
+    def last_keys(self, pieces: Sequence[MediaPiece], positions: np.ndarray) -> Tensor | None:
         """Return `AttentionBatch.last_keys` for the tokens of a step at `positions`; None if no token looks ahead."""
         found: np.ndarray | None = None
         for piece in pieces:

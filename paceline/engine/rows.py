@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
-from paceline.engine.row_media import EncodingReader, Piece, RowMedia
+from paceline.engine.row_media import EncodingReader, MediaPiece, RowMedia
 from paceline.engine.sampler import Draft, allowed_mask, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
 from paceline.kernels.batch import AttentionBatch, GroupTables
@@ -154,9 +154,9 @@ class Rows:
         begin, query_start = 0, [0]
         for row, start, end in spans:
             if start < ends[row]:
-                pieces.append(Piece(row, start, end, begin))
+                pieces.append(MediaPiece(row, start, end, begin))
             if shifts[row]:
-                shifted.append(Piece(row, start, end, begin))
+                shifted.append(MediaPiece(row, start, end, begin))
             own = slice(begin, begin := begin + end - start)
             query_start.append(begin)
             tokens[own] = self.token_ids[row, start:end]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
-from paceline.engine.distribution import Distribution, cut
+from paceline.engine.distribution import TokenDistribution, cut
 from paceline.kernels.choosing import Draw, TokenChooser
 
 _MASK64 = (1 << 64) - 1
@@ -53,7 +53,7 @@ class Draft:
     """A drafted token, and the distribution from which it was drawn; None if it was not drawn at random."""
 
     token: int
-    drawn_from: Distribution | None = None
+    drawn_from: TokenDistribution | None = None
 
 
 def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser: TokenChooser | None = None) -> Token:

@@ -72,7 +72,7 @@ class ReadFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileContent:
     """The files that something is made from, as they were read."""
 
     files: tuple[ReadFile, ...]
@@ -90,7 +90,7 @@ class Content:
                 raise ModelError(f"{file.path} has changed since it was read; start again to use its new content")
 
 
-def read_content(files: Mapping[str, Path]) -> Content:
+def read_content(files: Mapping[str, Path]) -> FileContent:
     """Return the content of files, given by their names. Large files whose digests are remembered are not read.
 
     Raises ModelError if a file cannot be read or changes while it is read.
@@ -105,7 +105,7 @@ def read_content(files: Mapping[str, Path]) -> Content:
             if found[name] is None:
                 # Another process may have read the file while this one waited for the lock.
                 found[name] = memory.recall(path) or _read(path, memory, threads)
-    return Content(tuple(ReadFile(name, *known) for name, known in found.items() if known is not None))
+    return FileContent(tuple(ReadFile(name, *known) for name, known in found.items() if known is not None))
 
 
 def cache_key(name: str, *inputs: object) -> str:

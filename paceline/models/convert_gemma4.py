@@ -20,7 +20,7 @@ from paceline.models.convert_blocks import check_numbers
 from paceline.models.folder import BLOCKS_FILE, SINGLE_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES
 from paceline.models.gguf_metadata import Metadata
-from paceline.models.safetensors_writer import Entry, write_safetensors
+from paceline.models.safetensors_writer import TensorEntry, write_safetensors
 
 _NAMES: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
@@ -134,7 +134,7 @@ def _pieces(parts: Parts) -> Iterator[np.ndarray[Any, Any]]:
         yield from matrices
 
 
-def _whole(parts: Parts) -> Entry:
+def _whole(parts: Parts) -> TensorEntry:
     def write() -> Iterator[memoryview]:
         # Pieces of halves and their halves have one type each, in turns.
         for index, piece in enumerate(_pieces(parts)):
@@ -144,12 +144,12 @@ def _whole(parts: Parts) -> Entry:
                 check_numbers(part.name, rows)
                 yield rows.view(torch.uint8).numpy().data
 
-    return Entry("BF16", _shape(parts), write)
+    return TensorEntry("BF16", _shape(parts), write)
 
 
-def _blocks(parts: Parts) -> Entry:
+def _blocks(parts: Parts) -> TensorEntry:
     *outer, _ = _shape(parts)
-    return Entry("U8", (*outer, parts[0].data.shape[-1]), lambda: (piece.data for piece in _pieces(parts)))
+    return TensorEntry("U8", (*outer, parts[0].data.shape[-1]), lambda: (piece.data for piece in _pieces(parts)))
 
 
 class _Config:

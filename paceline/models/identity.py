@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.core.config import ModelImpl, Quantization
 from paceline.core.model_folder import PROCESSOR_FILES
 from paceline.models.config import implementation
-from paceline.models.content import Content, read_content
+from paceline.models.content import FileContent, read_content
 from paceline.models.folder import BLOCKS_FILE, weight_files
 
 _ADAPTED = ("generation_config.json", "adapter_config.json")
@@ -21,7 +21,7 @@ _ADAPTED = ("generation_config.json", "adapter_config.json")
 class ModelIdentity:
     """A model, and everything else that changes the blocks that are computed with it."""
 
-    content: Content
+    content: FileContent
     """The files that the model is computed from."""
     dtype: str
     quantization: str

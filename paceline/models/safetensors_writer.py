@@ -18,7 +18,7 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor of a file."""
 
     dtype: Literal["BF16", "U8"]
@@ -31,7 +31,7 @@ class Entry:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def write_safetensors(file: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> None:
+def write_safetensors(file: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
     """Write tensors one after another.
 
     Args:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.step_record import StepRecord
-from paceline.profiler.stack import Answer, Facts, ProfiledStack
+from paceline.profiler.stack import Facts, ProfiledAnswer, ProfiledStack
 
 Steps = dict[str, list[StepRecord]]
 """Steps by the role of their workers."""
-Traced = tuple[Answer, Mapping[str, Any]]
+Traced = tuple[ProfiledAnswer, Mapping[str, Any]]
 """A request and its trace."""
 
 REPEATS = 6
@@ -186,7 +186,7 @@ def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[
             found.mixed[role] += [row for row in rows if row.sequences and row.prompt_tokens]
 
 
-def while_answered(crowded: Iterable[Traced], others: Iterable[Answer]) -> list[Traced]:
+def while_answered(crowded: Iterable[Traced], others: Iterable[ProfiledAnswer]) -> list[Traced]:
     """Return the requests that came, and got their first token, while all others were between their first and last.
 
     A prompt that came earlier also waited for the prompts of the others, and a later one was not beside all of them.

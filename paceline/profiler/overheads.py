@@ -17,7 +17,7 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Delay
 from paceline.profiler.fit import delay_of
 from paceline.profiler.measure import Traced
-from paceline.profiler.stack import Answer
+from paceline.profiler.stack import ProfiledAnswer
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def find_overheads(
     )
 
 
-def find_lateness(answers: Sequence[Answer], steps: Sequence[StepRecord]) -> list[float]:
+def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]) -> list[float]:
     """Return by how many seconds the tokens in the second half of each answer came later than usual to the client.
 
     The first tokens after a handoff are late more often, and are only a small part of an answer that is longer than

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Drafts, Profile, StepTimes, Turns, WorkerTimes
+from paceline.core.step_times import Drafts, Profile, StepTimes, TurnTimes, WorkerTimes
 from paceline.profiler.fit import LEAST_STEPS, Quality, fit_steps, with_gaps
 from paceline.profiler.measure import Measured, measure
 from paceline.profiler.overheads import find_admission, find_admit, find_lateness, find_overheads
 from paceline.profiler.stack import Facts, ProfiledStack
-from paceline.profiler.turns import Arrivals, find_arrival, find_turns
+from paceline.profiler.turns import MeasuredArrivals, find_arrival, find_turns
 
 SCALE_SECONDS = 600.0
 """Deadline of a worker's start, and of its drain."""
@@ -120,7 +120,7 @@ def _lateness(facts: Facts, measured: Measured) -> list[float]:
     return find_lateness(answers, measured.decoding["decode"])  # singles came first, so the first steps are theirs
 
 
-def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTimes) -> Turns:
+def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTimes) -> TurnTimes:
     prompts = [row for row in measured.beside["prefill"] if row.prompt_tokens]
     decoding = [row for row in measured.beside["decode"] if row.sequences and not row.prompt_tokens]
     found = find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode)
@@ -132,12 +132,12 @@ def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTim
     return found.model_copy(update=own)
 
 
-def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: Turns) -> float:
+def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: TurnTimes) -> float:
     """Return what an arrival costs the prompts under way. Steps of several workers do not show it, so it is 0 then."""
     if facts.workers[role] > 1:
         return 0.0
     arrivals = [
-        Arrivals(
+        MeasuredArrivals(
             len(group),
             [row for row in own[role] if row.prompt_tokens],
             [row for row in own["decode"] if facts.takes_turns and role == "prefill"],

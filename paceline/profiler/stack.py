@@ -25,7 +25,7 @@ _IDS = range(20, 250)
 """Token ids of prompts. Every model has more tokens than this, and no prompt finds another one's blocks cached."""
 
 
-class Answer(NamedTuple):
+class ProfiledAnswer(NamedTuple):
     """One answered request."""
 
     request_id: str
@@ -131,7 +131,7 @@ class ProfiledStack:
         hosts = self._fetch_fleet("/fleet/steps?most=1")["hosts"]
         return sum(each["fetched_bytes"] for each in hosts), sum(each["fetch_seconds"] for each in hosts)
 
-    def trace(self, answer: Answer) -> dict[str, Any]:
+    def trace(self, answer: ProfiledAnswer) -> dict[str, Any]:
         """Return the trace of an answered request."""
         return self._fetch(f"/trace/{answer.request_id}")
 
@@ -139,7 +139,7 @@ class ProfiledStack:
         """Return a prompt that no cache knows."""
         return self._source.choices(_IDS, k=tokens)
 
-    def ask(self, prompt: list[int] | str, tokens: int) -> Answer:
+    def ask(self, prompt: list[int] | str, tokens: int) -> ProfiledAnswer:
         """Return the answer of `tokens` tokens to a prompt. Raises the errors of `GatewayClient.send`."""
         name = f"profile-{self._source.getrandbits(48):x}-{next(self._ids)}"
         body = {
@@ -163,9 +163,9 @@ class ProfiledStack:
                 usage = event.get("usage") or usage
                 if any(choice.get("token_ids") for choice in event["choices"]):
                     times.append(came - sent)
-        return Answer(name, usage["prompt_tokens"], tuple(times), sent)
+        return ProfiledAnswer(name, usage["prompt_tokens"], tuple(times), sent)
 
-    def ask_together(self, prompts: Sequence[list[int]], tokens: int) -> list[Answer]:
+    def ask_together(self, prompts: Sequence[list[int]], tokens: int) -> list[ProfiledAnswer]:
         """Send requests at the same time and wait for all answers."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Curve, StepTimes, Turns
+from paceline.core.step_times import Curve, StepTimes, TurnTimes
 from paceline.core.turns import STEPS
 from paceline.profiler.fit import Fit, delay_of, fit
 
@@ -29,7 +29,7 @@ def find_turns(
     decoding: Sequence[StepRecord],
     prefill: StepTimes,
     decode: StepTimes,
-) -> Turns:
+) -> TurnTimes:
     """Return how workers take turns.
 
     Args:
@@ -37,7 +37,7 @@ def find_turns(
         prompts, decoding: steps at the same time, of workers with one clock.
         prefill, decode: how long such steps take alone.
     """
-    turns = Turns(itl_target=itl_target, least_share=0.5) if itl_target else Turns()
+    turns = TurnTimes(itl_target=itl_target, least_share=0.5) if itl_target else TurnTimes()
     found: dict[str, object] = {}
     if speeds := list(_speeds(prompts, decoding, prefill)):
         found["prefill_speed"] = Curve(points=tuple(speeds))
@@ -48,7 +48,7 @@ def find_turns(
     return turns.model_copy(update=found)
 
 
-class Arrivals(NamedTuple):
+class MeasuredArrivals(NamedTuple):
     """Requests that came at the same time."""
 
     requests: int
@@ -58,7 +58,7 @@ class Arrivals(NamedTuple):
     """Steps of decoding on the same cores."""
 
 
-def find_arrival(arrivals: Sequence[Arrivals], prefill: StepTimes, turns: Turns) -> float:
+def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns: TurnTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 
     Args:
@@ -101,7 +101,7 @@ def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]
     return fit(rows, tokens, seconds) if len(rows) >= _LEAST_STEPS else None
 
 
-def _lateness(turns: Turns, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:
+def _lateness(turns: TurnTimes, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:
     """Yield for each turn of prefill how much longer it was than `core/turns.py` says."""
     recent: deque[float] = deque(maxlen=STEPS)
     for before, after in itertools.pairwise(decoding):

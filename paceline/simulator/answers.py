@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from paceline.simulator.recorder import MINUTE
 from paceline.simulator.result import Result
-from paceline.simulator.scenario import Failure
+from paceline.simulator.scenario import PlannedFailure
 from paceline.simulator.search import Found
 from paceline.simulator.text import three_digits
 
@@ -64,7 +64,7 @@ def on_caches(sizes: Sequence[Found]) -> str:
     )
 
 
-def on_failure(failure: Failure, result: Result, share: float) -> str:
+def on_failure(failure: PlannedFailure, result: Result, share: float) -> str:
     """Return what a failure did to the requests of each minute.
 
     Args:

@@ -21,22 +21,22 @@ from paceline.simulator.events import Events
 from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers
 from paceline.simulator.preemption import Preemption
-from paceline.simulator.recorder import Recorder
-from paceline.simulator.rows import Row
+from paceline.simulator.recorder import SimulationRecorder
+from paceline.simulator.rows import SimulatedRow
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Run
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 
 
 class Workers(NamedTuple):
     """The workers of an attempt."""
 
-    decode: Worker
-    prefill: Worker | None
+    decode: SimulatedWorker
+    prefill: SimulatedWorker | None
     """The worker that computes the prompt for the other one; None if that does it, or has taken over."""
 
     @property
-    def computing(self) -> Worker:
+    def computing(self) -> SimulatedWorker:
         """The worker that computes the prompt."""
         return self.prefill or self.decode
 
@@ -60,7 +60,7 @@ class Attempts:
         block_tokens: int,
         known: KnownWorkers,
         hints: BlockHolders,
-        recorder: Recorder,
+        recorder: SimulationRecorder,
         seed: int,
     ) -> None:
         self.on_room: Callable[[], object] = lambda: None
@@ -71,7 +71,7 @@ class Attempts:
         """Called with a request whose prompt is computed."""
         self.on_ended: Callable[[Sequence], object] = lambda sequence: None
         """Called with a request that has all of its tokens."""
-        self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
+        self.on_steps: Callable[[SimulatedWorker, Run], object] = lambda worker, run: None
         """Called after steps of a worker."""
         self._events, self._profile, self._block_tokens = events, profile, block_tokens
         self._known, self._hints, self._recorder = known, hints, recorder
@@ -149,7 +149,7 @@ class Attempts:
 
     # ---- what workers do
 
-    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
+    def computed(self, worker: SimulatedWorker, sequence: Sequence, tokens: int) -> None:
         """Publish the blocks of a chunk, and hand the request over after the last one."""
         now = self._events.now
         worker.host.seal(sequence, sequence.computed, now)
@@ -177,7 +177,7 @@ class Attempts:
             delay = self._delay(self._profile.handoff) + self._delay(decode.kit.times.join)
             self._events.at(ready + delay, self._hand_over, sequence, sequence.attempt)
 
-    def ended(self, worker: Worker, sequence: Sequence) -> None:
+    def ended(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         """End a request that has all of its tokens."""
         now = self._events.now
         if sequence.held:
@@ -188,11 +188,11 @@ class Attempts:
         self.leave(sequence)
         self.on_ended(sequence)
 
-    def needs_blocks(self, worker: Worker, row: Row) -> None:
+    def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
         """Give a row more blocks, or preempt a sequence of its worker."""
         self._preemption.extend(worker, row)
 
-    def stepped(self, worker: Worker, run: Run) -> None:
+    def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Count steps."""
         self._recorder.stepped(worker, run)
         self.on_steps(worker, run)

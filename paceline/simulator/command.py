@@ -16,13 +16,13 @@ from paceline.simulator.answers import on_caches, on_disaggregation, on_failure
 from paceline.simulator.described_load import read_load
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.report import render
-from paceline.simulator.report.content import Report
+from paceline.simulator.report.content import SimulationReport
 from paceline.simulator.report.describe import describe
-from paceline.simulator.scenario import Failure, Scenario
+from paceline.simulator.scenario import PlannedFailure, Scenario
 from paceline.simulator.search import Found, MissedError, cheapest
 from paceline.simulator.simulation import simulate
 from paceline.simulator.text import lines
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 from paceline.simulator.trace_files import read_trace
 
 
@@ -70,7 +70,7 @@ class _Load:
     """A load, which can be read again for each simulation."""
 
     name: str
-    trace: Trace
+    trace: LoadTrace
     speed: float
     most: int
 
@@ -88,8 +88,8 @@ class _Load:
             raise ConfigError(f"{described} describes no request: raise its seconds, its rate or its max_model_len")
         return _Load((file or described).name, trace, arguments["speed"], arguments["requests"])
 
-    def requests(self) -> Trace:
-        return Trace(self.trace.block_tokens, self._faster())
+    def requests(self) -> LoadTrace:
+        return LoadTrace(self.trace.block_tokens, self._faster())
 
     def _faster(self) -> Iterator[TraceRequest]:
         for request in itertools.islice(self.trace, self.most or None):
@@ -135,7 +135,7 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
             classes=classes,
             retries=arguments["retries"],
         ),
-        failures=tuple(map(Failure.parse, arguments["fail"])),
+        failures=tuple(map(PlannedFailure.parse, arguments["fail"])),
         restarts=not arguments["no_restart"],
         plans=arguments["planner"],
         seed=arguments["seed"],
@@ -153,7 +153,7 @@ def _find(scenario: Scenario, load: _Load, searches: bool) -> Found:
 
 
 def _write(arguments: dict[str, Any], load: str, found: list[Found], notes: list[str]) -> None:
-    shown = Report(
+    shown = SimulationReport(
         simulations=tuple(describe(own.scenario.name, load, own.scenario, own.result) for own in found),
         notes=tuple(notes),
     )

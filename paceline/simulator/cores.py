@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.core.step_times import Turns
+from paceline.core.step_times import TurnTimes
 from paceline.core.turns import STEPS
 from paceline.simulator.events import Events
-from paceline.simulator.rows import Rows
+from paceline.simulator.rows import SimulatedRows
 from paceline.simulator.run_clock import RunClock
 from paceline.simulator.series import ratios_of
 from paceline.simulator.sharing import Sharing
@@ -25,7 +25,7 @@ class CoreUser(Protocol):
     """A worker, as the cores that it shares see it."""
 
     clock: RunClock
-    rows: Rows
+    rows: SimulatedRows
 
     @property
     def role(self) -> str:
@@ -50,7 +50,7 @@ class Cores:
         seed: decides how late decode begins after the turns of prefill.
     """
 
-    def __init__(self, turns: Turns, events: Events, seed: int = 0) -> None:
+    def __init__(self, turns: TurnTimes, events: Events, seed: int = 0) -> None:
         self.turns = turns
         self._events = events
         self.decode_ratios = ratios_of(turns.decode_spread, seed)

@@ -36,7 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import BASE_TOKENS
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 
 _P99 = 2.3263
 """The 99th percentile of the standard normal distribution."""
@@ -97,7 +97,7 @@ def _draw_tokens(amount: Amount, source: random.Random) -> int:
     return max(1, round(_draw(amount, source)))
 
 
-class Arrivals(_Table):
+class ArrivalPattern(_Table):
     """The times at which conversations begin."""
 
     process: Literal["poisson", "even", "bursts"] = "poisson"
@@ -140,7 +140,7 @@ class Prefix(_Table):
     """Number of different ones."""
 
 
-class Kind(_Table):
+class RequestKind(_Table):
     """One kind of conversation."""
 
     group: str = Field(default="", alias="class")
@@ -162,12 +162,12 @@ class DescribedLoad(_Table):
     seed: int = 0
     max_model_len: int = Field(default=32_768, ge=2)
     """A conversation ends before its context would be longer than this, in tokens."""
-    arrivals: Arrivals
-    requests: tuple[Kind, ...] = Field(min_length=1)
+    arrivals: ArrivalPattern
+    requests: tuple[RequestKind, ...] = Field(min_length=1)
 
-    def trace(self) -> Trace:
+    def trace(self) -> LoadTrace:
         """Return the requests. They are made again each time when the trace is read, so a long one needs no memory."""
-        return Trace(BASE_TOKENS, _Requests(self))
+        return LoadTrace(BASE_TOKENS, _Requests(self))
 
 
 class _Requests:
@@ -204,7 +204,7 @@ class _Conversation:
         prefix: number of its system prompt; 0 without one.
     """
 
-    def __init__(self, kind: Kind, source: random.Random, number: int, prefix: int, max_model_len: int) -> None:
+    def __init__(self, kind: RequestKind, source: random.Random, number: int, prefix: int, max_model_len: int) -> None:
         self._kind, self._source, self._number, self._prefix = kind, source, number, prefix
         self._most = max_model_len
         self._context = kind.prefix.tokens if kind.prefix else 0

@@ -12,12 +12,12 @@ from paceline.core.cache_policy.registry import find_policy
 from paceline.core.step_times import Profile, WorkerTimes
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
-from paceline.simulator.gateway import Gateway
+from paceline.simulator.gateway import SimulatedGateway
 from paceline.simulator.host import Host
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.series import Yields, ratios_of
 from paceline.simulator.steps import Kit
-from paceline.simulator.worker import Role, Worker
+from paceline.simulator.worker import Role, SimulatedWorker
 
 FLIP_SECONDS = 1.0
 """Time in which an idle worker takes its other role. Its weights stay."""
@@ -39,12 +39,12 @@ class SimulatedFleet:
         profile: Profile,
         block_tokens: int,
         events: Events,
-        gateway: Gateway,
+        gateway: SimulatedGateway,
         hints: BlockHolders,
         goes_on: Callable[[], bool],
     ) -> None:
-        self.workers: dict[str, Worker] = {}
-        self._residents: dict[Host, list[Worker]] = defaultdict(list)
+        self.workers: dict[str, SimulatedWorker] = {}
+        self._residents: dict[Host, list[SimulatedWorker]] = defaultdict(list)
         """All workers but those that have ended."""
         self.hosts: list[Host] = []
         self.device_seconds = 0.0
@@ -80,13 +80,13 @@ class SimulatedFleet:
 
     # ---- changes
 
-    def add(self, role: Role) -> Worker:
+    def add(self, role: Role) -> SimulatedWorker:
         """Start a worker, which is ready after its startup time."""
         worker = self._make(role)
         self._events.after(worker.kit.times.startup, self._ready, worker)
         return worker
 
-    def drain(self, worker: Worker, to: Role | None = None) -> None:
+    def drain(self, worker: SimulatedWorker, to: Role | None = None) -> None:
         """Let a worker move its work away, and then end, or go on in the role `to`."""
         if worker.state == "ready":
             worker.state, worker.since = "draining", self._events.now
@@ -101,12 +101,14 @@ class SimulatedFleet:
         """Return what is known of the workers of a role."""
         return self._kits[role].times
 
-    def _make(self, role: Role) -> Worker:
+    def _make(self, role: Role) -> SimulatedWorker:
         self.pay()
         host = next((own for own in reversed(self.hosts) if self._has_place(own, role)), None) or self._add_host()
         cores = self._cores.get(host.number)
         is_coalesced = self._scenario.is_coalesced
-        worker = Worker(self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced)
+        worker = SimulatedWorker(
+            self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced
+        )
         self._count += 1
         self.workers[worker.name] = worker
         self._residents[host].append(worker)
@@ -128,12 +130,12 @@ class SimulatedFleet:
             self._cores[host.number] = Cores(self._profile.turns, self._events, self._scenario.seed + host.number)
         return host
 
-    def _ready(self, worker: Worker) -> None:
+    def _ready(self, worker: SimulatedWorker) -> None:
         if worker.state != "gone":
             worker.state, worker.since = "ready", self._events.now
             self._gateway.join(worker)
 
-    def _await_idle(self, worker: Worker, to: Role | None) -> None:
+    def _await_idle(self, worker: SimulatedWorker, to: Role | None) -> None:
         if worker.state == "gone":
             return
         if worker.admitted or worker.has_work:
@@ -143,14 +145,14 @@ class SimulatedFleet:
         else:
             self._events.after(FLIP_SECONDS, self._flip, worker, to)
 
-    def _flip(self, worker: Worker, to: Role) -> None:
+    def _flip(self, worker: SimulatedWorker, to: Role) -> None:
         if worker.state != "gone":
             self.pay()
             self._gateway.known.forget(worker)
             worker.take_role(to)
             self._ready(worker)
 
-    def _end(self, worker: Worker) -> None:
+    def _end(self, worker: SimulatedWorker) -> None:
         """Forget a worker that has no work."""
         if worker.state != "gone":
             self.pay()
@@ -204,7 +206,7 @@ class SimulatedFleet:
         devices = [(self._devices(own), own.kit.times.hourly_cost) for own in self.workers.values()]
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 
-    def _devices(self, worker: Worker) -> float:
+    def _devices(self, worker: SimulatedWorker) -> float:
         sharing = 1 if self._profile.turns is None else self.count_residents(worker.host)
         return worker.kit.times.devices / sharing
 

@@ -11,9 +11,9 @@ from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import InvalidRequestError
 from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
 from paceline.core.step_times import Profile
-from paceline.services.gateway.http.refusals import RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
-from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.claim import Demand, QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need
 from paceline.services.gateway.routing.router import place
@@ -21,12 +21,12 @@ from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
 from paceline.simulator.attempts import Attempts
 from paceline.simulator.events import Events
 from paceline.simulator.known_workers import KnownWorkers
-from paceline.simulator.recorder import Recorder
+from paceline.simulator.recorder import SimulationRecorder
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Run
 from paceline.simulator.trace import TraceRequest
 from paceline.simulator.waiting_queue import WaitingQueue
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 
 MOST_REFUSALS = 16
 """Workers that refuse a request in a row before it waits. A gateway would ask all others first; in a fleet that is full
@@ -46,7 +46,7 @@ class GatewayOptions:
     """Times that a refused client comes back when it was told to."""
 
 
-class Gateway:
+class SimulatedGateway:
     """Places requests on workers, and refuses those that would wait too long.
 
     Args:
@@ -59,7 +59,7 @@ class Gateway:
         profile: Profile,
         block_tokens: int,
         hints: BlockHolders,
-        recorder: Recorder,
+        recorder: SimulationRecorder,
         options: GatewayOptions,
         seed: int,
     ) -> None:
@@ -75,7 +75,7 @@ class Gateway:
         self.attempts.on_steps = self._note_steps
         self.on_over: Callable[[Sequence], object] = lambda sequence: None
         """Called when a request has ended or was refused."""
-        self.on_steps: Callable[[Worker, Run], object] = lambda worker, run: None
+        self.on_steps: Callable[[SimulatedWorker, Run], object] = lambda worker, run: None
         """Called after steps of a worker."""
         self._control = AdmissionControl(self.waiting.shedder, self._find, options.queue_seconds, options.classes)
         self._has_itl_objectives = any(each.itl_seconds is not None for each in options.classes.values())
@@ -86,19 +86,19 @@ class Gateway:
 
     # ---- the fleet
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: SimulatedWorker) -> None:
         """Give work to a worker that is ready."""
         self.known.join(worker)
         self.waiting.wake()
 
-    def drain(self, worker: Worker) -> None:
+    def drain(self, worker: SimulatedWorker) -> None:
         """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
         self.known.withdraw(worker)
         for sequence in list(worker.admitted):
             if worker.rows.has(sequence):
                 self.attempts.move(sequence)
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: SimulatedWorker) -> None:
         """Let the requests of a worker that has ended go on elsewhere."""
         self.known.withdraw(worker)
         for sequence in worker.stop():
@@ -150,7 +150,7 @@ class Gateway:
         sequence.waits_since = self._events.now
         self.waiting.admit(sequence, self._claim(sequence))
 
-    def _claim(self, sequence: Sequence) -> Claim:
+    def _claim(self, sequence: Sequence) -> QueueClaim:
         name = sequence.group or DEFAULT
 
         def measure() -> Demand:
@@ -165,7 +165,7 @@ class Gateway:
                 fingerprint=sequence.number,
             )
 
-        return Claim(
+        return QueueClaim(
             owner=sequence.owner,
             weight=self._control.class_of(name).weight,
             priority=sequence.priority,
@@ -218,7 +218,7 @@ class Gateway:
 
     # ---- the end
 
-    def _refused(self, sequence: Sequence, refusal: RefusedError) -> None:
+    def _refused(self, sequence: Sequence, refusal: NoRoomError) -> None:
         """Have a refused client come back when it was told to, or end its request."""
         if sequence.retries < self._options.retries:
             sequence.retries += 1
@@ -242,12 +242,12 @@ class Gateway:
             uncached = sequence.prompt_tokens - sequence.first_cached
             self._control.note_first_token(self._events.now - sequence.placed, uncached, self._events.now)
 
-    def _note_steps(self, worker: Worker, run: Run) -> None:
+    def _note_steps(self, worker: SimulatedWorker, run: Run) -> None:
         if self._has_itl_objectives and run.rows:
             self._note_gaps(worker, run)
         self.on_steps(worker, run)
 
-    def _note_gaps(self, worker: Worker, run: Run) -> None:
+    def _note_gaps(self, worker: SimulatedWorker, run: Run) -> None:
         """Measure the times between tokens of each class."""
         now, running = self._events.now, self.known.calls[worker.name].in_flight
         gaps = run.gaps().tolist()

@@ -16,7 +16,7 @@ from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.services.gateway.fleet.members import MEASURED_BYTES
 from paceline.services.kvtransfer.lease import TRANSFER
 from paceline.services.kvtransfer.ledger import Ledger
-from paceline.simulator.sequence import Held, Sequence
+from paceline.simulator.sequence import HeldLease, Sequence
 
 LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
 """One group. The ledger counts in units, BASE_TOKENS of which fill a block; a block may have any number of tokens."""
@@ -68,7 +68,7 @@ class Host:
         lease = self.ledger.reserve(session, key, names, -(-capacity // self._unit), most, now)
         cached = lease.filled_tokens * self._unit
         blocks = len(lease.tables[0])
-        sequence.held[self.name] = Held(key, session, blocks * self._block_tokens, cached // self._block_tokens)
+        sequence.held[self.name] = HeldLease(key, session, blocks * self._block_tokens, cached // self._block_tokens)
         return cached
 
     def open(self, sequence: Sequence, session: int, now: float) -> None:

@@ -10,7 +10,7 @@ from paceline.services.common.registry import Member
 from paceline.services.gateway.fleet.worker_calls import RECENT_SECONDS, WorkerCalls
 from paceline.services.gateway.routing.candidate_table import CandidateTable
 from paceline.simulator.events import Events
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 
 
 class KnownWorkers:
@@ -21,7 +21,7 @@ class KnownWorkers:
     """
 
     def __init__(self, events: Events, max_model_len: int) -> None:
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, SimulatedWorker] = {}
         self.host_names: dict[int, str] = {}
         """Names of all hosts on which a worker was, by their numbers."""
         self.calls: dict[str, WorkerCalls] = {}
@@ -29,10 +29,10 @@ class KnownWorkers:
         self._table = CandidateTable(RECENT_SECONDS, lambda: events.now)
         self._events = events
         self._max_model_len = max_model_len
-        self._changed: set[Worker] = set()
+        self._changed: set[SimulatedWorker] = set()
         """Workers of which the table does not know the newest figures."""
 
-    def join(self, worker: Worker) -> None:
+    def join(self, worker: SimulatedWorker) -> None:
         """Note a worker that is ready."""
         member = Member(
             worker.name,
@@ -50,17 +50,17 @@ class KnownWorkers:
         calls.on_change = partial(self._changed.add, worker)
         self._changed.add(worker)
 
-    def withdraw(self, worker: Worker) -> None:
+    def withdraw(self, worker: SimulatedWorker) -> None:
         """Give a worker nothing new."""
         self._table.remove(worker.name)
 
-    def forget(self, worker: Worker) -> None:
+    def forget(self, worker: SimulatedWorker) -> None:
         """Forget a worker that has ended."""
         self._table.remove(worker.name)
         self.workers.pop(worker.name, None)
         self.calls.pop(worker.name, None)
 
-    def hear(self, worker: Worker) -> None:
+    def hear(self, worker: SimulatedWorker) -> None:
         """Take a worker's heartbeat, with its load."""
         calls = self.calls[worker.name]
         load = LoadReport(

@@ -12,10 +12,10 @@ from paceline.core.planner.reports import Report, RoleReport, Steps, Traffic, Wo
 from paceline.core.planner.reports import Role as AnyRole
 from paceline.simulator.events import Events
 from paceline.simulator.fleet import FLIP_SECONDS, SimulatedFleet
-from paceline.simulator.gateway import Gateway
-from paceline.simulator.recorder import Recorder
+from paceline.simulator.gateway import SimulatedGateway
+from paceline.simulator.recorder import SimulationRecorder
 from paceline.simulator.steps import Run
-from paceline.simulator.worker import Role, Worker
+from paceline.simulator.worker import Role, SimulatedWorker
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
@@ -42,8 +42,8 @@ class SimulatedPlanner:
         planner: Planner,
         events: Events,
         fleet: SimulatedFleet,
-        gateway: Gateway,
-        recorder: Recorder,
+        gateway: SimulatedGateway,
+        recorder: SimulationRecorder,
         goes_on: Callable[[], bool],
     ) -> None:
         self.decisions: list[Decision] = []
@@ -58,7 +58,7 @@ class SimulatedPlanner:
         """Decide for the first time after an interval."""
         self._events.after(self._planner.objectives.fast_seconds, self._decide)
 
-    def stepped(self, worker: Worker, run: Run) -> None:
+    def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Note steps of a worker, as its step times report them."""
         tokens = sum(count for _, count in run.chunks) + run.rows
         context = sum(own.computed for own, _ in run.chunks) + run.context + run.rows * (run.steps - 1) / 2
@@ -125,7 +125,7 @@ class SimulatedPlanner:
         self._loads.clear()
         return Report(now, f"{self._revision}", workers, roles, traffic)
 
-    def _describe(self, worker: Worker, now: float) -> WorkerReport:
+    def _describe(self, worker: SimulatedWorker, now: float) -> WorkerReport:
         counts = worker.host.counts()
         steps = tuple(
             Steps(load.tokens / load.steps, load.context / load.steps, load.seconds)

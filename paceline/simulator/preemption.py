@@ -8,10 +8,10 @@ from collections.abc import Callable
 from paceline.core.errors import BusyError
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
-from paceline.simulator.recorder import Recorder
-from paceline.simulator.rows import Row
+from paceline.simulator.recorder import SimulationRecorder
+from paceline.simulator.rows import SimulatedRow
 from paceline.simulator.sequence import Sequence
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 
 
 class Preemption:
@@ -21,12 +21,12 @@ class Preemption:
         move: a function that ends an attempt, whose request goes on elsewhere.
     """
 
-    def __init__(self, events: Events, recorder: Recorder, move: Callable[[Sequence], object]) -> None:
+    def __init__(self, events: Events, recorder: SimulationRecorder, move: Callable[[Sequence], object]) -> None:
         self._events, self._recorder, self._move = events, recorder, move
-        self._short: dict[Host, set[Worker]] = defaultdict(set)
+        self._short: dict[Host, set[SimulatedWorker]] = defaultdict(set)
         """Workers with preempted sequences, by their hosts."""
 
-    def extend(self, worker: Worker, row: Row) -> None:
+    def extend(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
         """Give a row more blocks. If there are none, the newest sequence of the worker gives back its own."""
         sequence, now = row.sequence, self._events.now
         length = worker.rows.length(row)
@@ -38,7 +38,7 @@ class Preemption:
             except BusyError:
                 self._preempt(worker, next((own for own in reversed(worker.admitted) if own.held), sequence))
 
-    def _preempt(self, worker: Worker, sequence: Sequence) -> None:
+    def _preempt(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         """Take the blocks of a sequence."""
         self._recorder.preemptions += 1
         if worker.rows.has(sequence):

@@ -17,7 +17,7 @@ from paceline.core.step_times import Delay
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import ratios_of
 from paceline.simulator.steps import Run
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 
 MINUTE = 60.0
 _OWN_SEEDS = 1 << 20
@@ -123,7 +123,7 @@ class Recent:
     itl: Distribution = field(default_factory=Distribution)
 
 
-class Recorder:
+class SimulationRecorder:
     """Collects what happens.
 
     Args:
@@ -190,7 +190,7 @@ class Recorder:
             self._gap(sequence, at)
         sequence.last_token = at
 
-    def stepped(self, worker: Worker, run: Run) -> None:
+    def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Count the tokens that steps gave to decoding sequences."""
         if not run.rows:
             return

@@ -16,7 +16,7 @@ from paceline.simulator.series import SIZE, Yields
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SimulatedRow:
     """A sequence that decodes."""
 
     sequence: Sequence
@@ -31,7 +31,7 @@ class Row:
     is_here: bool = True
 
 
-class Rows:
+class SimulatedRows:
     """The rows of a worker.
 
     Args:
@@ -46,12 +46,12 @@ class Rows:
         """Number of rows by class of requests."""
         self._yields = yields
         self._numbers = 0
-        self._due: list[tuple[int, int, Row]] = []
-        self._rows: dict[Sequence, Row] = {}
+        self._due: list[tuple[int, int, SimulatedRow]] = []
+        self._rows: dict[Sequence, SimulatedRow] = {}
         self._lengths = 0
         self._steps = 0
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[SimulatedRow]:
         return iter(list(self._rows.values()))
 
     @property
@@ -73,7 +73,7 @@ class Rows:
         length = sequence.prompt_tokens + sequence.done
         index = _index(sequence)
         end = self.step + self._yields.steps(index, sequence.left)
-        row = Row(sequence, self._numbers, self.step, length, sequence.done, end, 0)
+        row = SimulatedRow(sequence, self._numbers, self.step, length, sequence.done, end, 0)
         self._numbers += 1
         self._rows[sequence] = row
         self.count += 1
@@ -82,7 +82,7 @@ class Rows:
         self._steps += self.step
         self.grown(row, capacity)
 
-    def grown(self, row: Row, capacity: int) -> None:
+    def grown(self, row: SimulatedRow, capacity: int) -> None:
         """Note the capacity of a row's blocks: it needs more before it has so many tokens."""
         room = capacity - LOOKAHEAD_TOKENS - row.joined_len
         index = _index(row.sequence)
@@ -102,15 +102,15 @@ class Rows:
     def has(self, sequence: Sequence) -> bool:
         return sequence in self._rows
 
-    def newest(self) -> Row | None:
+    def newest(self) -> SimulatedRow | None:
         """Return the row that joined last; None if there is none."""
         return next(reversed(self._rows.values()), None)
 
-    def length(self, row: Row) -> int:
+    def length(self, row: SimulatedRow) -> int:
         """Return the tokens of a row's context."""
         return row.joined_len + self._done(row) - row.joined_done
 
-    def _done(self, row: Row) -> int:
+    def _done(self, row: SimulatedRow) -> int:
         given = self._yields.tokens(_index(row.sequence), self.step - row.joined_step)
         return min(row.joined_done + given, row.sequence.answer_tokens)
 
@@ -120,10 +120,10 @@ class Rows:
             heapq.heappop(self._due)
         return max(1, self._due[0][0] - self.step)
 
-    def advance(self, steps: int) -> list[Row]:
+    def advance(self, steps: int) -> list[SimulatedRow]:
         """Count steps, no more than `steps_until_due`. Return the rows that end or need blocks now."""
         self.step += steps
-        due: list[Row] = []
+        due: list[SimulatedRow] = []
         while self._due and (self._due[0][0] <= self.step or not self._due[0][2].is_here):
             _, _, row = heapq.heappop(self._due)
             if row.is_here:

@@ -12,7 +12,7 @@ from paceline.simulator.gateway import GatewayOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class PlannedFailure:
     """A share of all workers ends at once, without a drain."""
 
     at: float
@@ -21,11 +21,11 @@ class Failure:
     """From 0 to 1."""
 
     @staticmethod
-    def parse(text: str) -> Failure:
+    def parse(text: str) -> PlannedFailure:
         """Return the failure that `SHARE@SECONDS` describes, such as 0.33@600. Raises ConfigError."""
         share, _, at = text.partition("@")
         try:
-            found = Failure(float(at), float(share))
+            found = PlannedFailure(float(at), float(share))
         except ValueError:
             raise ConfigError(f"--fail {text} is not SHARE@SECONDS, such as 0.33@600") from None
         if not (0 < found.share <= 1 and found.at >= 0):
@@ -51,7 +51,7 @@ class Scenario:
     host_tokens: int = 0
     """Tokens of KV that a host holds; 0 takes the profile's."""
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[PlannedFailure, ...] = ()
     restarts: bool = True
     """Whether workers that have failed are started again."""
     plans: bool = False

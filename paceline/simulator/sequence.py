@@ -20,7 +20,7 @@ _PRIVATE = itertools.count(1 << 64)
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldLease:
     """A lease that a request has on a host."""
 
     key: Key
@@ -71,7 +71,7 @@ class Sequence:
     """Whether another worker than the one that computes the prompt decodes, in the present attempt."""
     changes_hosts: bool = False
     """Whether the other worker is on another host."""
-    held: dict[str, Held] = field(default_factory=dict)
+    held: dict[str, HeldLease] = field(default_factory=dict)
     """Leases of the attempt, by host."""
     sent: int = 0
     """Prompt tokens of the attempt that count as queued on the computing worker."""

@@ -8,14 +8,14 @@ from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
 from paceline.simulator.events import Events
 from paceline.simulator.fleet import SimulatedFleet
-from paceline.simulator.gateway import Gateway
+from paceline.simulator.gateway import SimulatedGateway
 from paceline.simulator.host import LAYOUT
 from paceline.simulator.planning import SimulatedPlanner
-from paceline.simulator.recorder import Recorder
+from paceline.simulator.recorder import SimulationRecorder
 from paceline.simulator.result import Level, Result, class_result
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.sequence import Sequence, block_name
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 
 LEVEL_SECONDS = 10.0
 """Interval at which the state of the fleet is sampled."""
@@ -24,20 +24,22 @@ LEVEL_SECONDS = 10.0
 class Simulation:
     """One scenario under one trace. `run` is called once."""
 
-    def __init__(self, scenario: Scenario, trace: Trace) -> None:
+    def __init__(self, scenario: Scenario, trace: LoadTrace) -> None:
         scenario.check()
         profile = scenario.profile
         if scenario.host_tokens:
             profile = profile.model_copy(update={"host_tokens": scenario.host_tokens})
         self.events = Events()
-        self.recorder = Recorder(scenario.objectives, profile.token, watches=scenario.plans, seed=scenario.seed)
+        self.recorder = SimulationRecorder(
+            scenario.objectives, profile.token, watches=scenario.plans, seed=scenario.seed
+        )
         self._scenario = scenario
         self._block_tokens = trace.block_tokens
         self._requests = enumerate(trace)
         self._running = 0
         self._is_over = False
         hints = BlockHolders(LAYOUT)
-        self.gateway = Gateway(
+        self.gateway = SimulatedGateway(
             self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed
         )
         self.gateway.on_over = self._over
@@ -131,7 +133,7 @@ class Simulation:
         )
 
 
-def simulate(scenario: Scenario, trace: Trace) -> Result:
+def simulate(scenario: Scenario, trace: LoadTrace) -> Result:
     """Simulate a fleet under a load. Equal arguments give equal results.
 
     Raises ConfigError if the scenario contradicts itself.

@@ -21,7 +21,7 @@ class TraceRequest(NamedTuple):
     answer_tokens: int
     """At least 1."""
     blocks: Sequence[int] = ()
-    """Names of the context's full blocks, `Trace.block_tokens` tokens each, in order; each a number of 64 bits or less.
+    """Names of the context's full blocks, `LoadTrace.block_tokens` tokens each, in order; each is a number of 64 bits.
     A name stands for its block and all blocks before it. Blocks of the answer may follow those of the prompt if they
     are known. A block without a name is shared with no other request."""
     group: str = ""
@@ -35,7 +35,7 @@ class TraceRequest(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class LoadTrace:
     """A load. It can be iterated once or often, as its `requests` can."""
 
     block_tokens: int

@@ -14,13 +14,13 @@ from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import BASE_TOKENS
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
 """Tokens of a block in Mooncake's traces, which do not say it."""
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> LoadTrace:
     """Read a trace. Its first request arrives at 0 seconds.
 
     Requests that got no token, because they were refused or failed, are left out: nobody knows how long their answers
@@ -45,7 +45,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"{path} has no request with an answer; see docs/operations.md for traces")
     requests.sort(key=lambda request: request.arrival)
     begin = requests[0].arrival
-    return Trace(block_tokens, [request._replace(arrival=request.arrival - begin) for request in requests])
+    return LoadTrace(block_tokens, [request._replace(arrival=request.arrival - begin) for request in requests])
 
 
 def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.services.gateway.http.refusals import Reason, RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError, Reason
 from paceline.services.gateway.queueing.admission_queue import IDLE_SECONDS, POLL_SECONDS
-from paceline.services.gateway.queueing.claim import Claim
+from paceline.services.gateway.queueing.claim import QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.simulator.events import Events
@@ -41,7 +41,7 @@ class WaitingQueue:
         max_waiting: int,
         queue_seconds: float,
         attempt: Callable[[Sequence], bool | Held],
-        refuse: Callable[[Sequence, RefusedError], object],
+        refuse: Callable[[Sequence, NoRoomError], object],
         seed: int,
     ) -> None:
         self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds)
@@ -63,7 +63,7 @@ class WaitingQueue:
         """Return the requests that wait."""
         return (turn.sequence for turn in self._state)
 
-    def admit(self, sequence: Sequence, claim: Claim) -> None:
+    def admit(self, sequence: Sequence, claim: QueueClaim) -> None:
         """Place a request now, or as soon as it is its turn and there is room, or refuse it."""
         if claim.background:
             self._use_idle_room(sequence)
@@ -84,7 +84,7 @@ class WaitingQueue:
         if claim.is_ordinary:
             try:
                 self._state.let_in(turn, self._events.now)
-            except RefusedError as refusal:
+            except NoRoomError as refusal:
                 self._refuse(sequence, refusal)
                 return
         most = self._state.join(turn, self._events.now)
@@ -150,6 +150,6 @@ class WaitingQueue:
     def _use_idle_room(self, sequence: Sequence) -> None:
         """Place a request of the background as soon as a worker has room and nobody waits."""
         if self.is_hopeless:
-            self._refuse(sequence, RefusedError("no worker is left", "background"))
+            self._refuse(sequence, NoRoomError("no worker is left", "background"))
         elif (self._state or self._attempt(sequence) is not True) and not sequence.is_over:
             self._events.after(self._random.uniform(*IDLE_SECONDS), self._use_idle_room, sequence)

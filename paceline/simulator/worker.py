@@ -15,7 +15,7 @@ from paceline.engine.stats import MEASURED_TOKENS
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
-from paceline.simulator.rows import Row, Rows
+from paceline.simulator.rows import SimulatedRow, SimulatedRows
 from paceline.simulator.run_clock import RunClock
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.steps import Kit, Run, plan_prompts
@@ -27,20 +27,20 @@ State = Literal["starting", "ready", "draining", "gone"]
 class Owner(Protocol):
     """Whoever is told what the steps of workers lead to. All calls come at the end of a step."""
 
-    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
+    def computed(self, worker: SimulatedWorker, sequence: Sequence, tokens: int) -> None:
         """A chunk of a prompt is computed. If it was the last one, the first token is known."""
 
-    def ended(self, worker: Worker, sequence: Sequence) -> None:
+    def ended(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         """A sequence has all of its tokens."""
 
-    def needs_blocks(self, worker: Worker, row: Row) -> None:
+    def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
         """A row's blocks are nearly full. The answer is a call of `grown` of the rows, or of `leave`."""
 
-    def stepped(self, worker: Worker, run: Run) -> None:
+    def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Steps have ended."""
 
 
-class Worker:
+class SimulatedWorker:
     """One worker of a fleet.
 
     Args:
@@ -95,7 +95,7 @@ class Worker:
         """Begin in a role. There must be no work."""
         self.role = role
         self.kit = self._kits[role]
-        self.rows = Rows(self.kit.yields)
+        self.rows = SimulatedRows(self.kit.yields)
         self._order = PromptOrder(self.kit.times.max_batched_tokens)
         self._offset = self.number * 2_654_435_761 % (1 << 20)
         if self.cores is not None:

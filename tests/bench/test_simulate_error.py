@@ -11,12 +11,12 @@ from bench.simulate_loads import make_load
 from bench.workloads import make_workload
 from paceline.core.step_times import Curve, Delay
 from paceline.simulator.recorder import ClassRecord
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 from tests.simulator.tiny import profile, step_times, worker_times
 
 
 def test_each_run_is_simulated_with_its_own_profile_and_an_empty_cache() -> None:
-    trace = Trace(16, [TraceRequest(0.0, 48, 2, [7, 8]), TraceRequest(5.0, 48, 2, [7, 8])])
+    trace = LoadTrace(16, [TraceRequest(0.0, 48, 2, [7, 8]), TraceRequest(5.0, 48, 2, [7, 8])])
     slower = worker_times(step_times(decode=Curve(points=((1, 0.022),))))
     profiles = [profile(gateway=Delay(seconds=0.1)), profile(decode=slower, gateway=Delay(seconds=0.3))]
     runs = [simulate(own, trace, aggregated=False, seed=1) for own in profiles]

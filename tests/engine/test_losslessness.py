@@ -19,7 +19,7 @@ from paceline.core.context import Context
 from paceline.core.kv_layout import make_layout
 from paceline.core.types import Key, SamplingParams, Token
 from paceline.engine import row_sampler, sampler
-from paceline.engine.distribution import Distribution
+from paceline.engine.distribution import TokenDistribution
 from paceline.engine.drafter import Drafter, ModelDrafter, PromptLookup
 from paceline.engine.limits import Limits
 from paceline.engine.request import Request
@@ -164,24 +164,24 @@ def test_outputs_with_speculation_have_the_distribution_of_the_model(
 # ---- rules that are broken on purpose
 
 
-def accepts_everything(self: Distribution, draft: int, *_: object) -> int:
+def accepts_everything(self: TokenDistribution, draft: int, *_: object) -> int:
     return draft
 
 
 def draws_anew_from_all(
-    self: Distribution, draft: int, drawn_from: Distribution | None, size: int, u: float, v: float
+    self: TokenDistribution, draft: int, drawn_from: TokenDistribution | None, size: int, u: float, v: float
 ) -> int:
     found = VERIFY(self, draft, drawn_from, size, u, v)
     return draft if found == draft else self.draw(v)
 
 
 def accepts_by_its_own_probability(
-    self: Distribution, draft: int, drawn_from: Distribution | None, size: int, u: float, v: float
+    self: TokenDistribution, draft: int, drawn_from: TokenDistribution | None, size: int, u: float, v: float
 ) -> int:
     return draft if u < self.dense(size)[draft] else VERIFY(self, draft, drawn_from, size, 1.0, v)
 
 
-VERIFY = Distribution.verify
+VERIFY = TokenDistribution.verify
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_broken_rule_is_noticed(
     models: tuple[Model, Model, Any], monkeypatch: pytest.MonkeyPatch, drafter: str, broken: Callable[..., int]
 ) -> None:
     model, draft_model, reference = models
-    monkeypatch.setattr(Distribution, "verify", broken)
+    monkeypatch.setattr(TokenDistribution, "verify", broken)
     monkeypatch.setitem(globals(), "REQUESTS", 3000)
     assert chance(counts(model, draft_model, drafter, True, HOT), exact(reference, HOT)) < SURE
 
@@ -277,7 +277,7 @@ def uppermost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "uniform", upper)
 
 
-CERTAIN = Distribution(torch.tensor([1.0] + [0.0] * TAIL_TOKENS, dtype=torch.float64))
+CERTAIN = TokenDistribution(torch.tensor([1.0] + [0.0] * TAIL_TOKENS, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("draft", [None, Draft(0), Draft(0, CERTAIN)])
@@ -293,6 +293,6 @@ def test_a_tail_in_single_precision_is_noticed(
     uppermost: None, monkeypatch: pytest.MonkeyPatch, draft: Draft | None
 ) -> None:
     exactly = sampler.cut
-    monkeypatch.setattr(sampler, "cut", lambda *row: Distribution(exactly(*row).weights.float()))
+    monkeypatch.setattr(sampler, "cut", lambda *row: TokenDistribution(exactly(*row).weights.float()))
     drawn = [token for token in tail_draws(draft) if token != 0]
     assert not 1800 < len(drawn) < 2200

@@ -100,7 +100,7 @@ def test_each_byte_counts_although_size_and_time_stay(large: Path, place: int) -
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(files=st.lists(st.binary(max_size=40), min_size=2, max_size=3), names=st.permutations(["a", "b", "c"]))
 def test_digests_are_equal_if_names_and_bytes_are(tmp_path: Path, files: list[bytes], names: list[str]) -> None:
-    def read(folder: str) -> content.Content:
+    def read(folder: str) -> content.FileContent:
         (tmp_path / folder).mkdir(exist_ok=True)
         paths = {name: tmp_path / folder / name for name in names[: len(files)]}
         for path, data in zip(paths.values(), files):

@@ -16,7 +16,7 @@ from paceline.core.media import MediaKind
 from paceline.kernels import select_kernels
 from paceline.models.config import encoding_size, has_native_encoders
 from paceline.models.loader import load_encoders
-from paceline.services.gateway.planning.media.expansion import Run
+from paceline.services.gateway.planning.media.expansion import TokenRun
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.tiny_checkpoints import write_llava
 
@@ -41,7 +41,7 @@ def test_rows_are_those_of_transformers(tmp_path: Path, way: tuple[str, str], si
     processor = read_processor(tmp_path)
     assert processor is not None
     (run,) = processor.image(pixels).pieces
-    assert isinstance(run, Run)
+    assert isinstance(run, TokenRun)
     given = torch.from_numpy(np.frombuffer(run.input.data, np.uint8).reshape(run.input.shape).copy())
     encoders = load_encoders(tmp_path, torch.float32, select_kernels(CPU, "native"), CPU)
     assert encoders is not None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from paceline.profiler.measure import Traced, while_answered
-from paceline.profiler.stack import Answer
+from paceline.profiler.stack import ProfiledAnswer
 
 
-def answer(sent: float, *token_times: float) -> Answer:
-    return Answer("name", 8, token_times, sent)
+def answer(sent: float, *token_times: float) -> ProfiledAnswer:
+    return ProfiledAnswer("name", 8, token_times, sent)
 
 
 def test_prompts_count_while_all_other_requests_are_answered() -> None:

@@ -8,12 +8,12 @@ import pytest
 
 from paceline.core.step_record import StepRecord
 from paceline.profiler.overheads import find_admission, find_admit, find_lateness, find_overheads
-from paceline.profiler.stack import Answer
+from paceline.profiler.stack import ProfiledAnswer
 
 
 def traced(
     tokens: int, asked: float = 2.0, handed_over: bool = True, attempts: int = 1, client: float = 5.0
-) -> tuple[Answer, dict[str, Any]]:
+) -> tuple[ProfiledAnswer, dict[str, Any]]:
     """Return a request that is admitted 3 ms after it is asked for, computed in 40 ms, and gives its first token 44 ms
     later. The client sees it `client` ms later."""
     attempt = {
@@ -24,7 +24,7 @@ def traced(
         "decode": {"first_token_ms": asked + 62} if handed_over else None,
     }
     trace = {"parts": [{"prompt_tokens": tokens, "attempts": [attempt] * attempts}]}
-    return Answer("name", tokens, ((asked + 47 + client) / 1000,), 0.0), trace
+    return ProfiledAnswer("name", tokens, ((asked + 47 + client) / 1000,), 0.0), trace
 
 
 def test_what_a_trace_tells_is_split_into_delays() -> None:
@@ -49,13 +49,19 @@ def steps(number: int, context: int, *ended: float, sequences: int = 1) -> list[
 
 
 def test_tokens_sometimes_come_late() -> None:
-    answers = [Answer("a", 8, (0.1, 0.119, 0.120, 0.130, 0.144, 0.150), 0.0), Answer("b", 8, (0.1, 0.110, 0.120), 0.0)]
+    answers = [
+        ProfiledAnswer("a", 8, (0.1, 0.119, 0.120, 0.130, 0.144, 0.150), 0.0),
+        ProfiledAnswer("b", 8, (0.1, 0.110, 0.120), 0.0),
+    ]
     decoded = [*steps(0, 9, 7.01, 7.02, 7.03, 7.04, 7.05), *steps(5, 9, 8.01, 8.02)]
     assert find_lateness(answers, [*decoded, *steps(7, 30, 9.0)]) == pytest.approx([0.0, 0.004, 0.0, 0.0])
 
 
 def test_answers_whose_tokens_do_not_agree_with_steps_tell_no_lateness() -> None:
-    in_two_pieces, whole = Answer("a", 8, (0.1, 0.111, 0.131), 0.0), Answer("b", 16, (0.1, 0.110, 0.122, 0.130), 0.0)
+    in_two_pieces, whole = (
+        ProfiledAnswer("a", 8, (0.1, 0.111, 0.131), 0.0),
+        ProfiledAnswer("b", 16, (0.1, 0.110, 0.122, 0.130), 0.0),
+    )
     decoded = [*steps(0, 9, 7.01, 7.02, 7.03), *steps(3, 17, 8.01, 8.02, 8.03)]
     assert find_lateness([in_two_pieces, whole], decoded) == pytest.approx([0.001, -0.001])
     assert find_lateness([whole], steps(0, 17, 8.01, 8.02, 8.03, sequences=2)) == []

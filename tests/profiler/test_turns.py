@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.step_record import StepRecord
-from paceline.core.step_times import Curve, StepTimes, Turns
-from paceline.profiler.turns import Arrivals, find_arrival, find_turns
+from paceline.core.step_times import Curve, StepTimes, TurnTimes
+from paceline.profiler.turns import MeasuredArrivals, find_arrival, find_turns
 
 TIMES = StepTimes(prefill=Curve(points=((100, 0.1),)), decode=Curve(points=((1, 0.01),)))
 
@@ -50,9 +50,9 @@ def test_without_steps_at_the_same_time_nothing_is_known() -> None:
 def test_an_arrival_costs_what_prompts_at_the_same_time_take_longer() -> None:
     rows = [prompt(0.13 * number, 0.12) for number in range(4)]
     # They take 0.51 s instead of 0.4 s, and three came meanwhile.
-    assert find_arrival([Arrivals(4, rows)], TIMES, Turns()) == pytest.approx(0.11 / 3)
+    assert find_arrival([MeasuredArrivals(4, rows)], TIMES, TurnTimes()) == pytest.approx(0.11 / 3)
     # Decode had 0.03 s, and the first two prompts were slower beside it.
-    turns = Turns(prefill_speed=Curve(points=((1, 0.8),)))
+    turns = TurnTimes(prefill_speed=Curve(points=((1, 0.8),)))
     decoded = [decoding(0.10, 0.020, 0), decoding(0.14, 0.010, 1)]
-    assert find_arrival([Arrivals(4, rows, decoded)], TIMES, turns) == pytest.approx((0.51 - 0.03 - 0.45) / 3)
-    assert find_arrival([Arrivals(1, rows[:1]), Arrivals(4, [])], TIMES, Turns()) == 0
+    assert find_arrival([MeasuredArrivals(4, rows, decoded)], TIMES, turns) == pytest.approx((0.51 - 0.03 - 0.45) / 3)
+    assert find_arrival([MeasuredArrivals(1, rows[:1]), MeasuredArrivals(4, [])], TIMES, TurnTimes()) == 0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.memory import PlanningState
 from paceline.core.planner.reports import Report, Role
 from tests.proof import planner_judge as judge
 from tests.proof.planner_reports import report
@@ -133,7 +133,7 @@ def _change_load(world: World, load: Load) -> None:
 
 
 def _forget(world: World) -> None:
-    world.planners = (PlannerState(), world.planners[1])
+    world.planners = (PlanningState(), world.planners[1])
     world.complete_since = _replaced(world.complete_since, 0, world.tick)
 
 

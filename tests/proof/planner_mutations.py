@@ -9,8 +9,8 @@ import pytest
 from paceline.core.planner import guards, memory, moves, needs, planner, sizing, step_fit
 from paceline.core.planner.actions import Decision
 from paceline.core.planner.guards import Guards
-from paceline.core.planner.memory import PlannerState
-from paceline.core.planner.needs import Need, Outlook
+from paceline.core.planner.memory import PlanningState
+from paceline.core.planner.needs import Outlook, RoleNeed
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, Steps, WorkerReport
@@ -29,7 +29,7 @@ def without_a_look_for_missing_figures(patch: Patch) -> None:
 def without_a_watch_after_lost_reports(patch: Patch) -> None:
     """Shrink with the first complete report after a gap."""
 
-    def observe(state: PlannerState, report: Report, objectives: Objectives) -> PlannerState:
+    def observe(state: PlanningState, report: Report, objectives: Objectives) -> PlanningState:
         return replace(original(state, report, objectives), since=-1e9)
 
     original = memory.observe
@@ -76,7 +76,7 @@ def without_a_last_worker(patch: Patch) -> None:
 def without_pinned_counts(patch: Patch) -> None:
     """Size roles that a person has set."""
 
-    def size(needs: dict[Role, Need], outlook: Outlook) -> dict[Role, int]:
+    def size(needs: dict[Role, RoleNeed], outlook: Outlook) -> dict[Role, int]:
         free = {role: replace(seen, pinned=None) for role, seen in outlook.report.roles.items()}
         return original(needs, replace(outlook, report=replace(outlook.report, roles=free)))
 
@@ -99,7 +99,7 @@ def without_draining_devices(patch: Patch) -> None:
 def without_limits(patch: Patch) -> None:
     """Ignore the least and the most of each role."""
 
-    def size(needs: dict[Role, Need], outlook: Outlook) -> dict[Role, int]:
+    def size(needs: dict[Role, RoleNeed], outlook: Outlook) -> dict[Role, int]:
         limits = {role: replace(each, least=0, most=99) for role, each in outlook.objectives.roles.items()}
         return original(needs, replace(outlook, objectives=replace(outlook.objectives, roles=limits)))
 
@@ -120,9 +120,9 @@ def without_idleness(patch: Patch) -> None:
 def without_a_wake(patch: Patch) -> None:
     """Wait for measured step times before a fleet without workers grows."""
 
-    def unmeasured(role: Role, outlook: Outlook) -> Need:
+    def unmeasured(role: Role, outlook: Outlook) -> RoleNeed:
         wanted = outlook.report.roles[role].wanted
-        return Need(wanted, wanted, wanted, "unknown")
+        return RoleNeed(wanted, wanted, wanted, "unknown")
 
     patch.setattr(needs, "_unmeasured", unmeasured)
 

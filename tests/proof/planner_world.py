@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from paceline.core.planner.actions import Add, Decision, Drain, Flip
-from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.memory import PlanningState
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, State
@@ -107,7 +107,7 @@ class World:
     """Requests of each class at the gateway."""
     prompts: float = 0.0
     """Tokens of prompts that wait at prefill workers."""
-    planners: tuple[PlannerState, ...] = (PlannerState(), PlannerState())
+    planners: tuple[PlanningState, ...] = (PlanningState(), PlanningState())
     complete_since: tuple[int, ...] = (0, 0)
     """Since which tick every report has reached each planner in full."""
     late: tuple[int, Decision] | None = None

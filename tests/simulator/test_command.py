@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.step_times import Curve, Turns
+from paceline.core.step_times import Curve, TurnTimes
 from paceline.simulator.command import simulate_fleet
 from paceline.simulator.options import add_options
 from tests.simulator.tiny import profile, step_times, worker_times
@@ -76,6 +76,6 @@ def test_a_load_without_requests_is_refused(tmp_path: Path) -> None:
 
 
 def test_workers_that_share_cores_need_no_number_of_workers_on_a_host(tmp_path: Path) -> None:
-    assert run(tmp_path, turns=Turns()) == 0
+    assert run(tmp_path, turns=TurnTimes()) == 0
     with pytest.raises(ConfigError, match="leave it out"):
-        run(tmp_path, "--per-host", "4", turns=Turns())
+        run(tmp_path, "--per-host", "4", turns=TurnTimes())

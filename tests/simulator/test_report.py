@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from paceline.simulator.report import render
-from paceline.simulator.report.content import Percentiles, Report, Series, ShownClass, ShownDecision, ShownSimulation
+from paceline.simulator.report.content import (
+    ReportPercentiles,
+    ReportSeries,
+    ShownClass,
+    ShownDecision,
+    ShownSimulation,
+    SimulationReport,
+)
 from tests.stack.browser import browser, is_installed
 from tests.stack.page_checks import CONTRASTS, UNNAMED
 
@@ -16,7 +23,7 @@ LINE = "hold: </script><b>TTFT p99 is 4.1 s</b>"
 
 
 def simulation(name: str) -> ShownSimulation:
-    times = Percentiles(p50=0.2, p90=0.5, p95=0.8, p99=1.9)
+    times = ReportPercentiles(p50=0.2, p90=0.5, p95=0.8, p99=1.9)
     chats = ShownClass(requests=900, finished=900, ttft=times, itl=times, total=times, within=0.97, goodput=1.5)
     at = tuple(60.0 * minute for minute in range(1, 61))
     wave = tuple(2 + math.sin(minute / 9) for minute in range(60))
@@ -31,8 +38,8 @@ def simulation(name: str) -> ShownSimulation:
         cost=5,
         hit_rate=0.4,
         series=(
-            Series(at=at, values={"ttft_p50": wave, "ttft_p99": (None, *wave[1:]), "within": wave}),
-            Series(at=at[::2], values={"decode": wave[::2]}),
+            ReportSeries(at=at, values={"ttft_p50": wave, "ttft_p99": (None, *wave[1:]), "within": wave}),
+            ReportSeries(at=at[::2], values={"decode": wave[::2]}),
         ),
         decisions=(
             ShownDecision(at=600, line=LINE, actions=("add decode: 4",), effect="ready after 61 s"),
@@ -47,7 +54,9 @@ def simulation(name: str) -> ShownSimulation:
 )
 def test_the_page_shows_everything_and_asks_nobody(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
-    page.write_text(render(Report(simulations=(simulation("the fleet"), simulation("aggregated")), notes=("So.",))))
+    page.write_text(
+        render(SimulationReport(simulations=(simulation("the fleet"), simulation("aggregated")), notes=("So.",)))
+    )
     with browser(tmp_path) as window:
         window.resize(1280)
         for scheme in ("light", "dark"):

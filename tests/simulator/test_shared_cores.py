@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from paceline.core.step_times import Curve, Delay, Turns
+from paceline.core.step_times import Curve, Delay, TurnTimes
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import Simulation, simulate
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 from tests.simulator.tiny import BLOCK, profile, run, worker_times
 
 
 def test_shared_cores_take_turns() -> None:
     """While a prompt waits, decode leaves half of each step's time to it, so its 60 ms take ten steps."""
     own = worker_times(planned_steps=0)
-    turns = Turns(itl_target=0.0, least_share=0.5)
+    turns = TurnTimes(itl_target=0.0, least_share=0.5)
     requests = [TraceRequest(0.0, 10, 40), TraceRequest(0.1, 60, 1)]
     _, result = run(requests, profile=profile(own, own, turns=turns))
     (only,) = result.classes.values()
@@ -28,14 +28,14 @@ def test_shared_cores_take_turns() -> None:
 
 
 def test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_device() -> None:
-    scenario = Scenario(profile(turns=Turns()), 3, 1)
-    simulation = Simulation(scenario, Trace(BLOCK, [TraceRequest(0.0, 40, 5)]))
+    scenario = Scenario(profile(turns=TurnTimes()), 3, 1)
+    simulation = Simulation(scenario, LoadTrace(BLOCK, [TraceRequest(0.0, 40, 5)]))
     result = simulation.run()
     assert sorted(map(simulation.fleet.count_residents, simulation.fleet.hosts)) == [1, 1, 2]
     assert result.device_seconds == pytest.approx(3 * result.seconds)
     together = scenario.together()
     assert (together.prefill, together.decode, together.is_aggregated) == (0, 3, True)
-    assert simulate(together, Trace(BLOCK, [TraceRequest(0.0, 40, 5)])).levels[0].devices == 3
+    assert simulate(together, LoadTrace(BLOCK, [TraceRequest(0.0, 40, 5)])).levels[0].devices == 3
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_workers_that_share_cores_are_one_of_each_role_on_a_host_and_share_a_dev
 )
 def test_what_prefill_and_decode_cost_each_other_on_shared_cores(fields: dict[str, Any], seconds: float) -> None:
     own = worker_times(planned_steps=0)
-    turns = Turns(itl_target=0.0, least_share=0.5, **fields)
+    turns = TurnTimes(itl_target=0.0, least_share=0.5, **fields)
     requests = [TraceRequest(0.0, 10, 60), TraceRequest(0.1, 60, 1)]
     _, result = run(requests, profile=profile(own, own, turns=turns))
     (only,) = result.classes.values()
@@ -62,7 +62,7 @@ def test_what_prefill_and_decode_cost_each_other_on_shared_cores(fields: dict[st
 def test_the_measured_rate_of_a_prefill_worker_includes_the_turns_of_others() -> None:
     """It says when the gateway gives the worker its next prompt."""
     own = worker_times(planned_steps=0, max_batched_tokens=256)
-    turns = Turns(itl_target=0.0, least_share=0.5)
+    turns = TurnTimes(itl_target=0.0, least_share=0.5)
     requests = [TraceRequest(0.0, 10, 60), TraceRequest(0.1, 128, 1)]
     simulation, _ = run(requests, profile=profile(own, own, turns=turns))
     (rate,) = (each.tokens_per_second for each in simulation.fleet.workers.values() if each.role == "prefill")
@@ -70,7 +70,7 @@ def test_the_measured_rate_of_a_prefill_worker_includes_the_turns_of_others() ->
 
 
 def test_admissions_at_the_same_time_take_longer_on_shared_cores() -> None:
-    own = profile(admit=Delay(seconds=0.030), turns=Turns(admission=0.020))
+    own = profile(admit=Delay(seconds=0.030), turns=TurnTimes(admission=0.020))
     _, result = run([TraceRequest(0.0, 10, 1), TraceRequest(0.0, 10, 1), TraceRequest(1.0, 10, 1)], profile=own)
     (only,) = result.classes.values()
     # Both are admitted after 50 ms, and their prompts are computed one after the other.

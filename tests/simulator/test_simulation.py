@@ -21,11 +21,11 @@ from paceline.core.step_times import Curve, Delay
 from paceline.simulator.answers import on_disaggregation
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.result import Result
-from paceline.simulator.scenario import Failure, Scenario
+from paceline.simulator.scenario import PlannedFailure, Scenario
 from paceline.simulator.search import Found, cheapest
 from paceline.simulator.series import SIZE, ratios_of
 from paceline.simulator.simulation import Simulation, simulate
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 from tests.simulator.tiny import BLOCK, UNEVEN, profile, run, step_times, worker_times
 
 
@@ -68,7 +68,7 @@ def test_prompts_between_hosts_wait_for_the_network() -> None:
 
 def test_the_gateway_knows_how_many_tokens_are_cached_in_blocks_of_any_size() -> None:
     requests = [TraceRequest(at, 270, 5, blocks=[1, 2, 3, 4]) for at in (0.0, 10.0)]
-    simulation = Simulation(Scenario(profile(), prefill=1, decode=1), Trace(64, requests))
+    simulation = Simulation(Scenario(profile(), prefill=1, decode=1), LoadTrace(64, requests))
     simulation.run()
     # The first prompt takes five steps of 64 tokens. Of the second one, 14 tokens are left, and decode computes them.
     (prefill,) = (each for each in simulation.fleet.workers.values() if each.role == "prefill")
@@ -148,14 +148,14 @@ def test_a_request_that_is_too_long_does_not_hold_up_others() -> None:
 @pytest.mark.parametrize("group", ["", BACKGROUND])
 def test_a_simulation_ends_although_all_workers_have_failed(group: str) -> None:
     requests = [TraceRequest(0.0, 40, 200, (), group), TraceRequest(3.0, 40, 200, (), group)]
-    _, result = run(requests, failures=(Failure(1.0, 1.0),), restarts=False)
+    _, result = run(requests, failures=(PlannedFailure(1.0, 1.0),), restarts=False)
     (only,) = result.classes.values()
     assert (only.finished, only.refused) == (0, 2)
 
 
 def test_workers_that_fail_lose_no_request() -> None:
     requests = [TraceRequest(0.01 * number, 40, 30) for number in range(8)]
-    _, result = run(requests, decode=2, failures=(Failure(0.2, 0.4),))
+    _, result = run(requests, decode=2, failures=(PlannedFailure(0.2, 0.4),))
     (only,) = result.classes.values()
     assert (only.finished, only.refused) == (8, 0)
     assert only.attempts > 8
@@ -242,7 +242,7 @@ scenarios = st.builds(
     host_tokens=st.sampled_from([600, 2000, 0]),
     cache_policy=st.sampled_from(["lru", "adaptive"]),
     gateway=st.builds(GatewayOptions, queue_seconds=st.sampled_from([0.5, 60.0])),
-    failures=st.sampled_from([(), (Failure(1.0, 0.5),), (Failure(0.5, 1.0),)]),
+    failures=st.sampled_from([(), (PlannedFailure(1.0, 0.5),), (PlannedFailure(0.5, 1.0),)]),
 )
 
 
@@ -259,7 +259,7 @@ ENDS_WHILE_ANOTHER_GROWS = (
         decode=2,
         host_tokens=600,
         gateway=GatewayOptions(queue_seconds=0.5),
-        failures=(Failure(1.0, 0.5),),
+        failures=(PlannedFailure(1.0, 0.5),),
     ),
     [
         *[TraceRequest(0.0, 1, 1, ())] * 6,
@@ -274,7 +274,7 @@ ENDS_WHILE_ANOTHER_GROWS = (
 @given(scenarios, requests_of)
 @example(*ENDS_WHILE_ANOTHER_GROWS)
 def test_every_request_ends_once_and_every_block_comes_back(scenario: Scenario, requests: list[TraceRequest]) -> None:
-    simulation = Simulation(scenario, Trace(BLOCK, requests))
+    simulation = Simulation(scenario, LoadTrace(BLOCK, requests))
     result = simulation.run()
     for group, own in result.classes.items():
         mine = [request for request in requests if request.group == group]
@@ -302,8 +302,10 @@ def test_equal_scenarios_have_equal_results_and_coalescing_does_not_change_them(
     ]
     own = worker_times(step_times(prefill_spread=UNEVEN, decode_spread=UNEVEN, decode_context=1e-5))
     whole = profile(own, own, token=Delay(seconds=0.004, spread=UNEVEN))
-    scenario = Scenario(whole, 2, 2, is_aggregated=seed % 2 > 0, failures=(Failure(chance.uniform(0.5, 1), 0.3),))
-    trace = Trace(BLOCK, requests)
+    scenario = Scenario(
+        whole, 2, 2, is_aggregated=seed % 2 > 0, failures=(PlannedFailure(chance.uniform(0.5, 1), 0.3),)
+    )
+    trace = LoadTrace(BLOCK, requests)
     result = simulate(scenario, trace)
     assert simulate(scenario, trace).to_json() == result.to_json()
     (one,) = result.classes.values()
@@ -345,7 +347,7 @@ def test_the_cheapest_fleet_is_found() -> None:
 
     def attempt(own: Scenario) -> Result:
         tried.append((own.prefill, own.decode))
-        return simulate(own, Trace(BLOCK, requests))
+        return simulate(own, LoadTrace(BLOCK, requests))
 
     found = cheapest(scenario, attempt)
     assert found.result.is_met
@@ -360,17 +362,17 @@ def test_the_search_goes_on_while_more_workers_are_faster_although_no_request_is
     own = profile(worker_times(max_seqs=16), worker_times(max_seqs=16))
     scenario = Scenario(own, 1, 1, objectives=Objectives(default=Latency(itl=0.0115)))
     requests = [TraceRequest(0.0, 1, 100)] * 12
-    results = [simulate(dataclasses.replace(scenario, decode=count), Trace(BLOCK, requests)) for count in (1, 2)]
+    results = [simulate(dataclasses.replace(scenario, decode=count), LoadTrace(BLOCK, requests)) for count in (1, 2)]
     assert [own.good for result in results for own in result.classes.values()] == [0, 0]
-    assert cheapest(scenario, lambda own: simulate(own, Trace(BLOCK, requests))).result.is_met
+    assert cheapest(scenario, lambda own: simulate(own, LoadTrace(BLOCK, requests))).result.is_met
 
 
 def test_the_comparison_says_what_pays() -> None:
     requests = [TraceRequest(0.05 * number, 60, 40) for number in range(60)]
     scenario = Scenario(profile(), 1, 1, objectives=Objectives(default=Latency(ttft=0.5, itl=0.02)))
-    apart = Found(scenario, simulate(scenario, Trace(BLOCK, requests)))
+    apart = Found(scenario, simulate(scenario, LoadTrace(BLOCK, requests)))
     alike = dataclasses.replace(scenario, is_aggregated=True)
-    together = Found(alike, simulate(alike, Trace(BLOCK, requests)))
+    together = Found(alike, simulate(alike, LoadTrace(BLOCK, requests)))
     told = on_disaggregation(apart, together)
     assert told.startswith("Disaggregation ")
     swapped = on_disaggregation(together, apart)
@@ -387,7 +389,7 @@ def test_the_result_is_json() -> None:
 @pytest.mark.parametrize("text", ["half@10", "0.5", "2@10", "0.5@-1"])
 def test_wrong_failures_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--fail"):
-        Failure.parse(text)
+        PlannedFailure.parse(text)
 
 
 def test_a_fleet_without_decode_workers_is_refused() -> None:

@@ -16,11 +16,11 @@ from paceline.engine.limits import Limits
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import ChunkResult, NeedsBlocks, Sampled, Step, StepResult
 from paceline.simulator.events import Events
-from paceline.simulator.rows import Row
+from paceline.simulator.rows import SimulatedRow
 from paceline.simulator.sequence import Sequence
 from paceline.simulator.series import Yields, ratios_of
 from paceline.simulator.steps import Kit, Run
-from paceline.simulator.worker import Worker
+from paceline.simulator.worker import SimulatedWorker
 from tests.engine.toy_requests import make_request
 from tests.simulator.tiny import UNEVEN, step_times, worker_times
 
@@ -30,7 +30,7 @@ class Host:
     """A host with blocks for everything."""
 
     name: str = "h"
-    workers: list[Worker] = field(default_factory=list)
+    workers: list[SimulatedWorker] = field(default_factory=list)
 
 
 yields = functools.cache(lambda drafts: Yields(drafts, 3))
@@ -45,7 +45,7 @@ class Owner:
         self.last: dict[int, float] = {}
         self.seconds = 0.0
 
-    def computed(self, worker: Worker, sequence: Sequence, tokens: int) -> None:
+    def computed(self, worker: SimulatedWorker, sequence: Sequence, tokens: int) -> None:
         if not sequence.is_computing:
             self.first[sequence.number] = self.events.now
             sequence.done += 1
@@ -54,13 +54,13 @@ class Owner:
             else:
                 self.ended(worker, sequence)
 
-    def ended(self, worker: Worker, sequence: Sequence) -> None:
+    def ended(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         self.last[sequence.number] = self.events.now
 
-    def needs_blocks(self, worker: Worker, row: Row) -> None:
+    def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
         worker.rows.grown(row, worker.rows.length(row) + 64)
 
-    def stepped(self, worker: Worker, run: Run) -> None:
+    def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         self.seconds += run.seconds(run.steps)
 
 
@@ -75,7 +75,7 @@ def simulated(times: WorkerTimes, load: Load, is_coalesced: bool) -> Owner:
         times, ratios_of(times.steps.prefill_spread, 1), ratios_of(times.steps.decode_spread, 2), yields(times.drafts)
     )
     kits = {"prefill": kit, "decode": kit}
-    worker = Worker(0, "decode", Host(), kits, events, owner, is_coalesced=is_coalesced)  # type: ignore[arg-type]
+    worker = SimulatedWorker(0, "decode", Host(), kits, events, owner, is_coalesced=is_coalesced)  # type: ignore[arg-type]
     worker.state = "ready"
     for number, (at, prompt, answer) in enumerate(load):
         sequence = Sequence(number, at, prompt, answer, "", [], context=prompt)

@@ -8,7 +8,7 @@ from paceline.core.step_times import Curve, Profile, Spread, StepTimes, WorkerTi
 from paceline.simulator.result import Result
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.simulation import Simulation
-from paceline.simulator.trace import Trace, TraceRequest
+from paceline.simulator.trace import LoadTrace, TraceRequest
 
 BLOCK = 16
 UNEVEN = Spread(quantiles=(0.5, 1.0, 1.0, 1.0, 3.0))
@@ -42,5 +42,5 @@ def profile(prefill: WorkerTimes | None = None, decode: WorkerTimes | None = Non
 
 def run(requests: list[TraceRequest], **fields: object) -> tuple[Simulation, Result]:
     scenario = Scenario(**{"profile": profile(), "prefill": 1, "decode": 1} | fields)  # type: ignore[arg-type]
-    simulation = Simulation(scenario, Trace(BLOCK, requests))
+    simulation = Simulation(scenario, LoadTrace(BLOCK, requests))
     return simulation, simulation.run()

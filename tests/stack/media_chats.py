@@ -16,7 +16,7 @@ from PIL import Image
 
 from paceline.core.media import MediaKind, MediaSpan
 from paceline.services.gateway.planning.media import video_decoder
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.base import SAMPLING_RATE, Processor
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt
@@ -53,7 +53,7 @@ class Model:
     options: dict[str, Any]
     """The options of the processor, which requests send."""
 
-    def expect(self, token_ids: Sequence[int], runs: Sequence[Run], output: Sequence[int]) -> None:
+    def expect(self, token_ids: Sequence[int], runs: Sequence[TokenRun], output: Sequence[int]) -> None:
         """Check that the output is what `transformers` generates after a prompt with these media."""
         media, begin = [], 0
         for run in runs:
@@ -68,7 +68,7 @@ class Model:
         made = MediaModel(None, self.reference, self.kind)  # type: ignore[arg-type]
         made.check(Prompt(given, media), list(output))
 
-    def _encoding(self, run: Run) -> torch.Tensor:
+    def _encoding(self, run: TokenRun) -> torch.Tensor:
         own = run.input
         values = torch.from_numpy(np.frombuffer(own.data, dtype=own.dtype).reshape(own.shape).copy())
         if self.kind == "qwen3_vl":
@@ -119,12 +119,12 @@ def image_part(pixels: np.ndarray) -> dict[str, Any]:
     return part("image", image_file(image=Image.fromarray(pixels)))
 
 
-def runs_of(expansion: Expansion) -> list[Run]:
+def runs_of(expansion: Expansion) -> list[TokenRun]:
     """Return the placeholders of an item."""
-    return [piece for piece in expansion.pieces if isinstance(piece, Run)]
+    return [piece for piece in expansion.pieces if isinstance(piece, TokenRun)]
 
 
-def image_runs(model: Model, images: Sequence[np.ndarray]) -> list[Run]:
+def image_runs(model: Model, images: Sequence[np.ndarray]) -> list[TokenRun]:
     """Return the placeholders of images."""
     return [run for pixels in images for run in runs_of(model.processor.image(pixels))]
 
@@ -157,7 +157,7 @@ async def ask(
     client: httpx.AsyncClient,
     model: Model,
     messages: Sequence[dict[str, Any]],
-    runs: Sequence[Run],
+    runs: Sequence[TokenRun],
     tokens: int = TOKENS,
     **options: Any,
 ) -> int:
@@ -246,7 +246,7 @@ async def converse(url: str, model: Model, number: int = 1000, disturb: Callable
         disturb: is called in the middle. Then turns may compute more.
     """
     messages: list[dict[str, Any]] = []
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         for turn in range(10):
             new = images_of(number + turn, 1) if turn % 3 == 0 else []

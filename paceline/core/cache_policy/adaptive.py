@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.core.cache_policy.arc import ARC
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.forecast import ExpectedHits, Forecast
-from paceline.core.cache_policy.ranking import Block, Name, Ranking
+from paceline.core.cache_policy.ranking import Block, BlockRanking, Name
 from paceline.core.cache_policy.shadow import Shadow
 
 _SHADOW_SLOTS = 100
@@ -36,7 +36,7 @@ class Adaptive(CachePolicy):
         sampled = max(1, slots >> shift)
         self._forecast = Forecast(slots)
         self._arc = ARC(slots)
-        self._leader: Ranking = self._forecast
+        self._leader: BlockRanking = self._forecast
         self._sampled_arc = ARC(sampled)
         self._shadow_arc = Shadow(self._sampled_arc, self._is_in_use)
         self._shadow_forecast = Shadow(ExpectedHits(sampled, self._forecast.history), self._is_in_use)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.core.cache_policy.hints import Hint
-from paceline.core.cache_policy.ranking import NOWHERE, Block, Name, Place, Ranking
+from paceline.core.cache_policy.ranking import NOWHERE, Block, BlockRanking, Name, Place
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class HintCounts:
     """Blocks that were evicted before anyone requested them."""
 
 
-class CachePolicy(Ranking):
+class CachePolicy(BlockRanking):
     """Knows the reusable blocks of one memory, and chooses the blocks to evict when room is needed.
 
     A block is *not yet readable* until it is inserted, *in use* from then on, and *evictable* from `release` until

@@ -7,10 +7,10 @@ from bisect import bisect_left, insort
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.hazard import BINS, EDGES
 from paceline.core.cache_policy.history import KINDS, REMEMBERED, History
-from paceline.core.cache_policy.ranking import Block, Name, Ranking
+from paceline.core.cache_policy.ranking import Block, BlockRanking, Name
 
 
-class ExpectedHits(Ranking):
+class ExpectedHits(BlockRanking):
     """Ranks blocks by what a history expects of them. Blocks of one class and age bin go in the order of last use.
 
     Args:

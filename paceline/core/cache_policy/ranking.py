@@ -50,7 +50,7 @@ class Block:
     """Whether no evictable block needed this one when it was last released."""
 
 
-class Ranking(ABC):
+class BlockRanking(ABC):
     """Ranks the blocks of one memory. It reads no clock and no random numbers: equal calls have equal results.
 
     Each block is inserted, then touched, hinted and released any number of times, and then gone. Between `offer` and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 
-from paceline.core.cache_policy.ranking import Block, Name, Ranking
+from paceline.core.cache_policy.ranking import Block, BlockRanking, Name
 
 
 class Shadow:
@@ -16,7 +16,7 @@ class Shadow:
         in_use: tells whether a request uses a block. Such a block is not evicted.
     """
 
-    def __init__(self, ranking: Ranking, in_use: Callable[[Name], bool]) -> None:
+    def __init__(self, ranking: BlockRanking, in_use: Callable[[Name], bool]) -> None:
         self._ranking = ranking
         self._in_use = in_use
         self._blocks: dict[Name, Block] = {}

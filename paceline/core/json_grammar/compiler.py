@@ -16,7 +16,7 @@ from paceline.core.errors import ConstraintError
 from paceline.core.json_grammar.arrays import array_ways
 from paceline.core.json_grammar.builder import Builder, Scalars, Work
 from paceline.core.json_grammar.conjunctions import Conjunctions, Facts, Unenforced
-from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.document import SchemaDocument
 from paceline.core.json_grammar.facts import values_of
 from paceline.core.json_grammar.fitting import fits_facts
 from paceline.core.json_grammar.notations import JSON_VALUES, Notation
@@ -29,7 +29,7 @@ _WHITE_SPACE = r"[ \n\r\t]+"
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class SchemaOptions:
     """Options for reading a schema."""
 
     white_space: str | None = _WHITE_SPACE
@@ -50,7 +50,7 @@ class Compiled:
     unenforced: tuple[Unenforced, ...]
 
 
-def compile_schema(schema: Any, options: Options) -> Compiled:
+def compile_schema(schema: Any, options: SchemaOptions) -> Compiled:
     """Return the grammar of a schema.
 
     Raises:
@@ -60,8 +60,8 @@ def compile_schema(schema: Any, options: Options) -> Compiled:
 
 
 class _Compiler:
-    def __init__(self, schema: Any, options: Options) -> None:
-        conjunctions = Conjunctions(Document(schema), options.is_lenient)
+    def __init__(self, schema: Any, options: SchemaOptions) -> None:
+        conjunctions = Conjunctions(SchemaDocument(schema), options.is_lenient)
         self._schema = schema
         self._options = options
         self.work = Work(conjunctions, options.closes)

@@ -14,7 +14,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from paceline.core.errors import ConstraintError
-from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.document import SchemaDocument
 from paceline.core.json_grammar.languages import matcher_of, matches
 
 Facts = tuple[Mapping[str, Any], ...]
@@ -105,7 +105,7 @@ class Conjunctions:
         is_lenient: treat a keyword with a value that it cannot have as not enforced; otherwise it is an error.
     """
 
-    def __init__(self, document: Document, is_lenient: bool) -> None:
+    def __init__(self, document: SchemaDocument, is_lenient: bool) -> None:
         self.document = document
         self.unenforced: dict[Unenforced, None] = {}
         self._missed: Counter[str] = Counter()

@@ -11,7 +11,7 @@ _PATH_CHARACTERS = 300
 """Most characters of a path. Each message and each listed keyword has one, and names may be long."""
 
 
-class Document:
+class SchemaDocument:
     """A schema with all parts, which have to stay alive: they are known by their identity."""
 
     def __init__(self, root: Any) -> None:

@@ -18,7 +18,7 @@ from paceline.core.json_grammar.facts import (
     types_of,
     value_of,
 )
-from paceline.core.json_grammar.members import Members
+from paceline.core.json_grammar.members import ObjectMembers
 from paceline.core.json_grammar.numbers import fraction
 
 
@@ -70,7 +70,7 @@ def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
                 and all(_contains(schema, value, conjunctions) for schema in facts if "contains" in schema)
                 and not (any(schema.get("uniqueItems") is True for schema in facts) and _has_equal(value))
             )
-    members = Members(facts, conjunctions, closes=False)
+    members = ObjectMembers(facts, conjunctions, closes=False)
     least, most = least_and_most(facts, "Properties", conjunctions)
     names = [schema["propertyNames"] for schema in facts if "propertyNames" in schema]
     return (

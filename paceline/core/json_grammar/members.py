@@ -12,7 +12,7 @@ _MEMBER_STEPS = 3
 """Steps of `Conjunctions.spend` for a member of an object."""
 
 
-class Members:
+class ObjectMembers:
     """The schemas that govern the members of an object.
 
     Args:

@@ -12,7 +12,7 @@ from paceline.core.json_grammar.builder import Builder, Scalars
 from paceline.core.json_grammar.conjunctions import Facts
 from paceline.core.json_grammar.facts import least_and_most, pattern_terminals, values_of
 from paceline.core.json_grammar.fitting import fits, fits_facts
-from paceline.core.json_grammar.members import Members
+from paceline.core.json_grammar.members import ObjectMembers
 from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Repeat, Rule
 from paceline.core.json_grammar.scalars import add_texts
 from paceline.core.json_grammar.strings import Quoting
@@ -36,7 +36,7 @@ class _Tail:
 
 def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
     """Return alternatives for the objects that fit facts."""
-    members = Members(facts, builder.conjunctions, closes=builder.closes)
+    members = ObjectMembers(facts, builder.conjunctions, closes=builder.closes)
     low, high = least_and_most(facts, "Properties", builder.conjunctions)
     if high is not None and low > high:
         builder.impossible(f"minProperties ({low}) is greater than maxProperties ({high})")
@@ -172,7 +172,7 @@ def _listed_names(builder: Builder, facts: Facts) -> list[str] | None:
     return found
 
 
-def _other_members(builder: Builder, facts: Facts, members: Members) -> Element | None:
+def _other_members(builder: Builder, facts: Facts, members: ObjectMembers) -> Element | None:
     """Return an element for a member that is not listed; None if there can be none."""
     patterns = [pattern for pattern, terminals in members.patterns.items() if terminals]
     sizes = range(len(patterns) + 1) if len(patterns) <= _OVERLAPPING else (0, 1)

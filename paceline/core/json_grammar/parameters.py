@@ -10,9 +10,9 @@ from typing import Any
 
 from paceline.core.errors import ConstraintError
 from paceline.core.json_grammar.conjunctions import Conjunctions
-from paceline.core.json_grammar.document import Document
+from paceline.core.json_grammar.document import SchemaDocument
 from paceline.core.json_grammar.facts import types_of, values_of
-from paceline.core.json_grammar.members import Members
+from paceline.core.json_grammar.members import ObjectMembers
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words and JSON's."""
@@ -30,12 +30,12 @@ class ArgumentTypes:
 
     def __init__(self, schema: Any) -> None:
         self._known: dict[str | None, frozenset[str]] = {None: frozenset()}
-        self._ways: list[Members] = []
+        self._ways: list[ObjectMembers] = []
         # A schema that cannot be read is not enforced either.
         with contextlib.suppress(*_UNREADABLE):
-            self._conjunctions = Conjunctions(Document(schema), is_lenient=True)
+            self._conjunctions = Conjunctions(SchemaDocument(schema), is_lenient=True)
             ways = self._conjunctions.alternatives([schema])
-            self._ways = [Members(facts, self._conjunctions, closes=True) for facts in ways]
+            self._ways = [ObjectMembers(facts, self._conjunctions, closes=True) for facts in ways]
         for name in [None, *(name for members in self._ways for name in members.names)]:
             self._known[name] = self._of(name)
 

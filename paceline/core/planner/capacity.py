@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from paceline.core.planner.load import Demand
+from paceline.core.planner.load import ClassDemand
 from paceline.core.planner.objectives import Latency
-from paceline.core.planner.step_fit import StepTimes
+from paceline.core.planner.step_fit import FittedStepTimes
 
 _TTFT_SHARE, _ITL_SHARE = 0.8, 0.9
 """The part of an objective that a role may use up. The rest is for handoffs, the network, and errors of the fit."""
@@ -28,7 +28,7 @@ _MOST = 100_000
 class Wanted:
     """The demand of one class, and its objectives."""
 
-    demand: Demand
+    demand: ClassDemand
     latency: Latency
 
 
@@ -41,7 +41,7 @@ class Places:
     """0 if unknown, or if workers share it."""
 
 
-def prefill_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 1.0) -> float:
+def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
     """Return the number of prefill workers that this load times `scale` needs."""
     rates, services, limits = [], [], []
     for each in classes:
@@ -56,7 +56,7 @@ def prefill_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 
     return _queue_workers(rates, services, limits)
 
 
-def encode_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 1.0) -> float:
+def encode_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
     """Return the number of encode workers that this load times `scale` needs. Encoding may take half of a TTFT."""
     rates, services, limits = [], [], []
     seconds = times.seconds(times.observed_tokens, 0.0)
@@ -72,7 +72,11 @@ def encode_workers(classes: Sequence[Wanted], times: StepTimes, scale: float = 1
 
 
 def decode_workers(
-    classes: Sequence[Wanted], times: StepTimes, prompts: StepTimes | None, places: Places, scale: float = 1.0
+    classes: Sequence[Wanted],
+    times: FittedStepTimes,
+    prompts: FittedStepTimes | None,
+    places: Places,
+    scale: float = 1.0,
 ) -> float:
     """Return the number of decode workers that this load times `scale` needs.
 
@@ -100,12 +104,12 @@ def decode_workers(
     return _least(enough)
 
 
-def _computing(wanted: Wanted, times: StepTimes) -> float:
+def _computing(wanted: Wanted, times: FittedStepTimes) -> float:
     """Return how many prompts of a class are computed at the same time, on average."""
     return wanted.demand.rate * _Service.of_prompts(wanted.demand, times, wanted.latency.percentile).mean
 
 
-def sequences_per_worker(latencies: Sequence[Latency], times: StepTimes, places: Places, context: float) -> float:
+def sequences_per_worker(latencies: Sequence[Latency], times: FittedStepTimes, places: Places, context: float) -> float:
     """Return how many sequences a decode worker can run within all objectives, at least 1.
 
     Args:
@@ -122,7 +126,7 @@ def sequences_per_worker(latencies: Sequence[Latency], times: StepTimes, places:
     return max(1.0, most)
 
 
-def mean_context(demand: Demand) -> float:
+def mean_context(demand: ClassDemand) -> float:
     """Return the tokens of KV of a running sequence: its prompt and half of its answer."""
     answer = demand.answer_tokens.mean * demand.stretch_answers
     return demand.prompt_tokens.mean * demand.stretch_prompts + answer / 2
@@ -139,7 +143,7 @@ class _Service:
     """(1 + squared coefficient of variation) / 2: 1 for exponential times, 1/2 for constant ones."""
 
     @staticmethod
-    def of_prompts(demand: Demand, times: StepTimes, percentile: float) -> _Service:
+    def of_prompts(demand: ClassDemand, times: FittedStepTimes, percentile: float) -> _Service:
         chunk = max(1.0, times.observed_tokens)
 
         def seconds(tokens: float) -> float:
@@ -191,7 +195,7 @@ def erlang_c(workers: int, busy: float) -> float:
     return blocked / (1 - busy / workers * (1 - blocked))
 
 
-def running_sequences(tokens: float, times: StepTimes, context: float, workers: int = 1) -> tuple[float, float]:
+def running_sequences(tokens: float, times: FittedStepTimes, context: float, workers: int = 1) -> tuple[float, float]:
     """Return how many sequences each of some workers runs on average, and the variance of that number.
 
     The longer a step takes, the more requests arrive until those that run have ended. With n sequences, a step makes n

@@ -26,7 +26,7 @@ _ERRORS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class ClassDemand:
     """Requests of one class as they arrive, or as they are expected."""
 
     rate: float
@@ -153,15 +153,15 @@ class ClassLoad:
             answers=self.answers.add(answer_tokens / finished, ahead) if finished else self.answers,
         )
 
-    def now(self) -> Demand:
+    def now(self) -> ClassDemand:
         """Return the load as measured lately."""
         seconds = self.seconds or 1.0
         cached = min(1.0, self.cached_tokens / self.started_tokens) if self.started_tokens else 0.0
-        return Demand(
+        return ClassDemand(
             self.arrivals / seconds, self.prompt_tokens, cached, self.answer_tokens, self.media_items / seconds
         )
 
-    def expected(self, ahead: int) -> Demand | None:
+    def expected(self, ahead: int) -> ClassDemand | None:
         """Return the load to be ready for in `ahead` intervals; None if unknown.
 
         The rate is above the forecast by as much as forecasts have been too low lately.
@@ -189,7 +189,7 @@ class ClassLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class LoadSample:
     """The work that arrived for every role at one instant, and how much of it chance explains."""
 
     at: float
@@ -197,15 +197,15 @@ class Sample:
     noise: Mapping[Role, float]
 
     @staticmethod
-    def of(at: float, classes: Iterable[ClassLoad], roles: Iterable[Role]) -> Sample:
+    def of(at: float, classes: Iterable[ClassLoad], roles: Iterable[Role]) -> LoadSample:
         """Return the sample of this instant."""
         classes, roles = list(classes), list(roles)
         newest = {role: [each.newest(role) for each in classes] for role in roles}
         work = {role: math.fsum(work for work, _ in values) for role, values in newest.items()}
         noise = {role: math.hypot(*(noise for _, noise in values)) for role, values in newest.items()}
-        return Sample(at, work, noise)
+        return LoadSample(at, work, noise)
 
-    def differs(self, other: Sample, role: Role) -> bool:
+    def differs(self, other: LoadSample, role: Role) -> bool:
         """Return whether the load of a role has changed between two samples, beyond what chance explains."""
         first, second = self.work.get(role, 0.0), other.work.get(role, 0.0)
         chance = math.hypot(self.noise.get(role, 0.0), other.noise.get(role, 0.0))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from paceline.core.planner.load import ClassLoad, Sample
+from paceline.core.planner.load import ClassLoad, LoadSample
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
-from paceline.core.planner.step_fit import StepFit, StepTimes
+from paceline.core.planner.step_fit import FittedStepTimes, StepFit
 
 WARM_SECONDS = 15.0
 """Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
@@ -23,7 +23,7 @@ class Change:
     """A change of the number of workers of a role that somebody other than a person made."""
 
     at: float
-    load: Sample | None
+    load: LoadSample | None
     """The load of that time; None if this planner has not seen the change."""
 
 
@@ -46,12 +46,12 @@ class RoleMemory:
     boost: float = 1.0
     """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
     fit: StepFit = field(default_factory=StepFit)
-    times: StepTimes | None = None
+    times: FittedStepTimes | None = None
     """The step times that `fit` gave at the newest forecast; None if too little is known."""
 
 
 @dataclass(frozen=True, slots=True)
-class PlannerState:
+class PlanningState:
     """Everything that a planner remembers. `codec.to_json` writes it, `codec.from_json` reads it."""
 
     at: float | None = None
@@ -62,14 +62,14 @@ class PlannerState:
     """When there was a request last, as far as reports tell."""
     slow_at: float | None = None
     """Instant of the newest forecast."""
-    load: Sample | None = None
+    load: LoadSample | None = None
     classes: Mapping[str, ClassLoad] = field(default_factory=dict)
     roles: Mapping[Role, RoleMemory] = field(default_factory=dict)
 
     def role(self, role: Role) -> RoleMemory:
         return self.roles.get(role, RoleMemory())
 
-    def with_roles(self, roles: Mapping[Role, RoleMemory]) -> PlannerState:
+    def with_roles(self, roles: Mapping[Role, RoleMemory]) -> PlanningState:
         return replace(self, roles={**self.roles, **roles})
 
 
@@ -91,10 +91,10 @@ def missing(report: Report, objectives: Objectives) -> str:
     return ""
 
 
-def observe(state: PlannerState, report: Report, objectives: Objectives) -> PlannerState:
+def observe(state: PlanningState, report: Report, objectives: Objectives) -> PlanningState:
     """Return the state after a report that is newer than all before."""
     classes = _classes(state, report)
-    load = Sample.of(report.at, classes.values(), report.roles)
+    load = LoadSample.of(report.at, classes.values(), report.roles)
     pause = 0.0 if state.at is None else report.at - state.at
     blind = bool(missing(report, objectives))
     was_away = state.at is None or pause > max(objectives.stale_seconds, 3 * objectives.fast_seconds)
@@ -114,7 +114,7 @@ def observe(state: PlannerState, report: Report, objectives: Objectives) -> Plan
     )
 
 
-def _classes(state: PlannerState, report: Report) -> dict[str, ClassLoad]:
+def _classes(state: PlanningState, report: Report) -> dict[str, ClassLoad]:
     pause = 0.0 if state.at is None else report.at - state.at
     silent = {name: Traffic(pause) for name in state.classes if name not in report.traffic}
     return {
@@ -130,7 +130,7 @@ def _has_requests(report: Report) -> bool:
 
 
 def _observe_role(
-    memory: RoleMemory, role: Role, report: Report, objectives: Objectives, loads: tuple[Sample, Sample] | None
+    memory: RoleMemory, role: Role, report: Report, objectives: Objectives, loads: tuple[LoadSample, LoadSample] | None
 ) -> RoleMemory:
     """Return the memory of a role after a report.
 
@@ -163,7 +163,7 @@ def _observe_role(
 
 
 def _last_change(
-    known: Change | None, load: Sample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
+    known: Change | None, load: LoadSample | None, at: float, seen: RoleReport, wanted: int | None, sign: int
 ) -> Change | None:
     """Return the newest change of a role in one direction, 1 for growth and -1 for the opposite."""
     if load is None:
@@ -174,7 +174,7 @@ def _last_change(
     return Change(at, load) if has_changed else known
 
 
-def _relapses(memory: RoleMemory, load: Sample | None, role: Role, settle: float) -> int:
+def _relapses(memory: RoleMemory, load: LoadSample | None, role: Role, settle: float) -> int:
     """Return the number of relapses after the role has grown under this load.
 
     If the role had enough workers for a long time after the shrink, the shrink was right. Then its growth is no

@@ -11,7 +11,7 @@ from paceline.core.planner.actions import Action, Add, Drain, Flip
 from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.guards import Guards
 from paceline.core.planner.memory import settle_seconds
-from paceline.core.planner.needs import Need, Outlook
+from paceline.core.planner.needs import Outlook, RoleNeed
 from paceline.core.planner.reports import Role, WorkerReport
 
 _FLIP_REPORTS = 2.5
@@ -25,7 +25,7 @@ class Moves:
     """The actions of one decision, while they are chosen."""
 
     outlook: Outlook
-    needs: Mapping[Role, Need]
+    needs: Mapping[Role, RoleNeed]
     targets: Mapping[Role, int]
     wanted: dict[Role, int] = field(default_factory=dict)
     """Number of workers of every role after the actions so far."""

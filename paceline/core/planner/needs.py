@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from paceline.core.planner import capacity
 from paceline.core.planner.budget import devices, draining_devices, limits_of
 from paceline.core.planner.capacity import Places, Wanted
-from paceline.core.planner.memory import PlannerState, RoleMemory, settle_seconds
+from paceline.core.planner.memory import PlanningState, RoleMemory, settle_seconds
 from paceline.core.planner.objectives import Objectives, RoleLimits
 from paceline.core.planner.reports import Report, Role, WorkerReport
-from paceline.core.planner.step_fit import StepTimes
+from paceline.core.planner.step_fit import FittedStepTimes
 
 SLACK = 1.2
 """A role shrinks only if it would still be large enough for this multiple of the load."""
@@ -25,7 +25,7 @@ _ENOUGH_VALUES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class RoleNeed:
     """The workers that a role needs: it grows below `least` and shrinks above `most`."""
 
     now: int
@@ -43,7 +43,7 @@ class Outlook:
 
     report: Report
     objectives: Objectives
-    state: PlannerState
+    state: PlanningState
 
     @property
     def is_idle(self) -> bool:
@@ -86,20 +86,20 @@ class Outlook:
         return None if all(each.shares_memory for each in workers) else "decode"
 
 
-def assess(outlook: Outlook) -> dict[Role, Need]:
+def assess(outlook: Outlook) -> dict[Role, RoleNeed]:
     """Return the need of every role. That of prefill comes last, because it depends on who could flip to it."""
-    needs: dict[Role, Need] = {}
+    needs: dict[Role, RoleNeed] = {}
     for role in sorted(outlook.report.roles, key=("decode", "encode", "prefill").index):
         needs[role] = _assess(role, outlook, needs)
     return {role: needs[role] for role in outlook.report.roles}
 
 
-def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
+def _assess(role: Role, outlook: Outlook, others: Mapping[Role, RoleNeed]) -> RoleNeed:
     memory = outlook.state.role(role)
     if outlook.is_idle:
-        return Need(0, 0, 0, "no requests")
+        return RoleNeed(0, 0, 0, "no requests")
     if role == "encode" and not any(each.demand.media_rate > 1e-6 for each in outlook.now()):
-        return Need(0, 0, 0, "no media")
+        return RoleNeed(0, 0, 0, "no media")
     times = memory.times
     if times is None:
         return _unmeasured(role, outlook)
@@ -116,20 +116,22 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Need:
         work = math.fsum(each.demand.work(role) for each in classes)
         why = f"{work:,.0f} tokens/s" if role != "encode" else f"{work:,.1f} media inputs/s"
     boosted = f", x{memory.boost:.2f} for missed objectives" if memory.boost > 1.005 else ""
-    return Need(now, least, most, f"{why}{boosted} needs {least}", busy)
+    return RoleNeed(now, least, most, f"{why}{boosted} needs {least}", busy)
 
 
-def _unmeasured(role: Role, outlook: Outlook) -> Need:
+def _unmeasured(role: Role, outlook: Outlook) -> RoleNeed:
     """Return the need of a role before steps were measured: as many as there are, one more if requests wait."""
     wanted = outlook.report.roles[role].wanted
     ready = len(outlook.workers(role))
     waits = outlook.waiting > 0 and role == outlook.awaited()
     more = ready >= wanted and waits
     least = max(1, wanted + more)
-    return Need(least, least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet")
+    return RoleNeed(
+        least, least, least, f"{outlook.waiting} requests wait" if waits else "step times are not known yet"
+    )
 
 
-def by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, scale: float) -> float:
+def by_load(role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: Outlook, scale: float) -> float:
     """Return the workers that keep the objectives under this load."""
     if role == "prefill":
         return capacity.prefill_workers(classes, times, scale)
@@ -139,7 +141,7 @@ def by_load(role: Role, classes: list[Wanted], times: StepTimes, outlook: Outloo
 
 
 def _by_queue(
-    role: Role, classes: list[Wanted], times: StepTimes, outlook: Outlook, others: Mapping[Role, Need]
+    role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: Outlook, others: Mapping[Role, RoleNeed]
 ) -> tuple[float, str]:
     """Return the workers that the present requests need, and why."""
     workers = [each for each in outlook.report.workers if each.role == role]
@@ -165,7 +167,7 @@ def _by_running(
     workers: Sequence[WorkerReport],
     waiting: int,
     classes: Sequence[Wanted],
-    times: StepTimes,
+    times: FittedStepTimes,
     places: Places,
     outlook: Outlook,
 ) -> tuple[float, str]:
@@ -195,14 +197,14 @@ def _queued_prompts(outlook: Outlook) -> float:
     return tokens * rate / work if work else 0.0
 
 
-def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: Mapping[Role, Need]) -> float:
+def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: Mapping[Role, RoleNeed]) -> float:
     """Return the seconds in which a queue should be empty: a TTFT, but not before new workers could help."""
     limits = [each.latency.ttft for each in classes if each.latency.ttft is not None and each.demand.rate > 0]
     starts = outlook.report.roles[role].startup_seconds
     return max(min(limits, default=1.0), min([starts, *_flip_seconds(role, outlook, others)]))
 
 
-def _flip_seconds(role: Role, outlook: Outlook, others: Mapping[Role, Need]) -> Iterator[float]:
+def _flip_seconds(role: Role, outlook: Outlook, others: Mapping[Role, RoleNeed]) -> Iterator[float]:
     """Yield how long a flip to a role takes, from each role that may have a worker for it: one that the present load
     does not need, or any worker if the budget is used up, so that the devices are divided anew."""
     report, objectives = outlook.report, outlook.objectives
@@ -231,7 +233,7 @@ def intervals_ahead(outlook: Outlook) -> int:
     return math.ceil(starts / outlook.objectives.slow_seconds) + 1
 
 
-def look_ahead(outlook: Outlook) -> PlannerState:
+def look_ahead(outlook: Outlook) -> PlanningState:
     """Return the state after the slow loop: with new forecasts, floors and boosts."""
     ahead = intervals_ahead(outlook)
     state = replace(

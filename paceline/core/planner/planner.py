@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from paceline.core.planner.actions import Action, Decision, Flip, Hold
-from paceline.core.planner.memory import PlannerState, observe
+from paceline.core.planner.memory import PlanningState, observe
 from paceline.core.planner.moves import Moves
-from paceline.core.planner.needs import Need, Outlook, assess, look_ahead
+from paceline.core.planner.needs import Outlook, RoleNeed, assess, look_ahead
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Report, Role
 from paceline.core.planner.sizing import size
@@ -29,10 +29,10 @@ class Planner:
             shrink until the planner has watched it for a while.
     """
 
-    def __init__(self, objectives: Objectives, state: PlannerState | None = None) -> None:
+    def __init__(self, objectives: Objectives, state: PlanningState | None = None) -> None:
         objectives.check()
         self.objectives = objectives
-        self.state = state or PlannerState()
+        self.state = state or PlanningState()
 
     def decide(self, report: Report) -> Decision:
         """Return the decision from this report, and remember in `state` what the next one needs."""
@@ -66,7 +66,7 @@ class Planner:
         return Decision(report.at, report.revision, wanted, chosen, line, self.objectives.advisory)
 
 
-def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> PlannerState:
+def _remember(state: PlanningState, report: Report, targets: dict[Role, int]) -> PlanningState:
     """Return the state with the targets of this report."""
     roles = {role: state.role(role) for role in targets}
     return state.with_roles(
@@ -74,7 +74,7 @@ def _remember(state: PlannerState, report: Report, targets: dict[Role, int]) -> 
     )
 
 
-def _describe_all(needs: Mapping[Role, Need], targets: Mapping[Role, int], outlook: Outlook) -> list[str]:
+def _describe_all(needs: Mapping[Role, RoleNeed], targets: Mapping[Role, int], outlook: Outlook) -> list[str]:
     """Return the state of every role, for a decision that changes nothing."""
     lines = []
     for role, need in needs.items():

@@ -14,7 +14,7 @@ from typing import Literal
 from paceline.core.errors import InvalidRequestError
 from paceline.core.planner.actions import Decision
 from paceline.core.planner.codec import from_json, to_json
-from paceline.core.planner.memory import PlannerState
+from paceline.core.planner.memory import PlanningState
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report
@@ -25,7 +25,7 @@ class Start:
     """The beginning of a record: everything that a planner is made of."""
 
     objectives: Objectives
-    state: PlannerState
+    state: PlanningState
     kind: Literal["start"] = "start"
 
 
@@ -56,7 +56,7 @@ class Replayed:
         return self.recorded == self.decided and self.same_state
 
 
-def digest(state: PlannerState) -> str:
+def digest(state: PlanningState) -> str:
     """Return a short name of a state: equal states have equal names."""
     return hashlib.sha256(to_json(state).encode()).hexdigest()[:16]
 

@@ -9,7 +9,7 @@ from functools import cache
 
 from paceline.core.planner.budget import devices
 from paceline.core.planner.capacity import Wanted
-from paceline.core.planner.needs import Need, Outlook, by_load, intervals_ahead
+from paceline.core.planner.needs import Outlook, RoleNeed, by_load, intervals_ahead
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.reports import Role
 
@@ -23,7 +23,7 @@ Counts = Mapping[Role, int]
 """Number of workers of every role."""
 
 
-def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
+def size(needs: Mapping[Role, RoleNeed], outlook: Outlook) -> dict[Role, int]:
     """Return the number of workers that each role should have. A role that a person has set keeps that number."""
     report, objectives = outlook.report, outlook.objectives
     targets: dict[Role, int] = {}
@@ -37,7 +37,7 @@ def size(needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
     return _divide(targets, needs, outlook)
 
 
-def _divide(targets: Counts, needs: Mapping[Role, Need], outlook: Outlook) -> dict[Role, int]:
+def _divide(targets: Counts, needs: Mapping[Role, RoleNeed], outlook: Outlook) -> dict[Role, int]:
     """Return numbers of workers that use the whole budget, and that give all roles about the same headroom.
 
     The present load comes before the forecast, because devices change roles more quickly than loads change. Numbers
@@ -87,7 +87,7 @@ class _Headroom:
     """Multiple of the larger one of the present and the forecast load."""
 
 
-def _headroom(role: Role, need: Need, outlook: Outlook, workers: int) -> _Headroom:
+def _headroom(role: Role, need: RoleNeed, outlook: Outlook, workers: int) -> _Headroom:
     """Return the headroom of a role that has a need, with this many workers."""
     memory = outlook.state.role(role)
     times = memory.times

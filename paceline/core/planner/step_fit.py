@@ -24,7 +24,7 @@ _BEYOND = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class FittedStepTimes:
     """Seconds of a step as a linear function of its load: fixed + per_token * tokens + per_context * context."""
 
     fixed: float
@@ -77,13 +77,13 @@ class StepFit:
                 loads[name] = loads.get(name, Observed(steps.tokens, steps.context, ())).add(steps)
         return StepFit(loads)
 
-    def times(self) -> StepTimes | None:
+    def times(self) -> FittedStepTimes | None:
         """Return the step times that fit best; None if too little was observed."""
         known = list(self.loads.values())
         if sum(len(each.seconds) for each in known) < _ENOUGH:
             return None
         fixed, per_token, per_context = _fit(known)
-        return StepTimes(fixed, per_token, per_context, max(each.tokens for each in known))
+        return FittedStepTimes(fixed, per_token, per_context, max(each.tokens for each in known))
 
 
 def _load(steps: Steps) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.choosing import Draw
-from paceline.kernels.native.library import TYPES, Choice, Kind, Op, Step
+from paceline.kernels.native.library import TYPES, KernelChoice, KernelKind, KernelStep, Op
 from paceline.kernels.native.operations import Operations, need, with_dense_rows
 
 
@@ -25,16 +25,16 @@ class NativeChooser:
         if not all(0 <= row < len(logits) for row in rows):
             raise IndexError(f"rows {list(rows)} were asked for; there are {len(logits)} rows of logits")
         logits = with_dense_rows(logits)
-        choices = (Choice * len(rows))(
+        choices = (KernelChoice * len(rows))(
             *(
-                Choice(row, draw.temperature, draw.top_k, draw.min_p, draw.top_p, draw.seed, draw.position)
+                KernelChoice(row, draw.temperature, draw.top_k, draw.min_p, draw.top_p, draw.seed, draw.position)
                 for row, draw in zip(rows, draws, strict=True)
             )
         )
         tokens = logits.new_empty(len(rows), dtype=torch.int64)
-        op = Op(Kind.CHOOSE, TYPES[logits.dtype], len(rows), n0=logits.shape[1], n1=logits.stride(0))
+        op = Op(KernelKind.CHOOSE, TYPES[logits.dtype], len(rows), n0=logits.shape[1], n1=logits.stride(0))
         op.out, op.a, op.b = tokens.data_ptr(), logits.data_ptr(), ctypes.addressof(choices)
-        self._kernels.execute(op, 1, Step(tokens=1))
+        self._kernels.execute(op, 1, KernelStep(tokens=1))
         return tokens
 
     def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.native.library import Cache, Kind, Op
+from paceline.kernels.native.library import Cache, KernelKind, Op
 from paceline.kernels.native.operations import Operations, need, with_dense_rows
 from paceline.kernels.packed_weight import PackedWeight
 
@@ -27,7 +27,7 @@ class NativeExperts(Operations):
     def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
             need("the bias", bias, x.dtype, weight.size_out)
-        return self.multiply(Kind.ROUTER_LOGITS, x, weight, bias, torch.float32)
+        return self.multiply(KernelKind.ROUTER_LOGITS, x, weight, bias, torch.float32)
 
     def choose_experts(
         self, logits: Tensor, routing: Routing, correction: Tensor | None = None, scales: Tensor | None = None
@@ -44,7 +44,9 @@ class NativeExperts(Operations):
         changes = None if correction is None and scales is None else _changes_of(correction, scales)
         weights = logits.new_empty(tokens, routing.top_k)
         ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int64)
-        op = Op(Kind.CHOOSE_EXPERTS, rows=tokens, n0=experts, n1=routing.top_k, n2=routing.groups, f0=routing.factor)
+        op = Op(
+            KernelKind.CHOOSE_EXPERTS, rows=tokens, n0=experts, n1=routing.top_k, n2=routing.groups, f0=routing.factor
+        )
         op.cache.slots, op.format = routing.top_groups, _choosing_format(routing)
         self.run(op, weights, (logits.contiguous(), changes, ids))
         return ids, weights
@@ -78,7 +80,7 @@ class NativeExperts(Operations):
         need("their weights", weights, torch.float32, tokens, top_k)
         x = with_dense_rows(x)
         out = x.new_empty(tokens, hidden)
-        op = Op(Kind.EXPERTS, rows=tokens, n0=hidden, n1=gate.size_out, n2=x.stride(0))
+        op = Op(KernelKind.EXPERTS, rows=tokens, n0=hidden, n1=gate.size_out, n2=x.stride(0))
         op.format = _ACTIVATIONS.index(experts.activation)
         op.cache = Cache(experts.table.data_ptr(), None, len(experts.gate), top_k)
         self.run(op, out, (x, ids.contiguous(), weights.contiguous()))
@@ -90,7 +92,7 @@ class NativeExperts(Operations):
         need("the gate", gate, x.dtype, tokens, 1)
         out = x.new_empty(tokens, size)
         operands = (x.contiguous(), y.contiguous(), gate.contiguous())
-        self.run(Op(Kind.ADD_GATED, rows=tokens, n0=size), out, operands)
+        self.run(Op(KernelKind.ADD_GATED, rows=tokens, n0=size), out, operands)
         return out
 
 

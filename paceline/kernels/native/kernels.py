@@ -17,7 +17,7 @@ from paceline.kernels.native.library import (
     COMPRESSED,
     TYPES,
     Cache,
-    Kind,
+    KernelKind,
     Op,
     library_digest,
 )
@@ -105,17 +105,17 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
             need("the bias", bias, x.dtype, weight.size_out)
-        return self.multiply(Kind.LINEAR, x, weight, bias, x.dtype)
+        return self.multiply(KernelKind.LINEAR, x, weight, bias, x.dtype)
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Logits:
         best = x.new_empty(len(x), dtype=torch.int64)
-        return Logits(self.multiply(Kind.LOGITS, x, weight, best, torch.float32), best)
+        return Logits(self.multiply(KernelKind.LOGITS, x, weight, best, torch.float32), best)
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         token_ids = ints("token ids", token_ids)
         out = token_ids.new_empty(len(token_ids), weight.size_in, dtype=weight.dtype)
         factor = float(torch.tensor(scale, dtype=out.dtype))
-        op = Op(Kind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
+        op = Op(KernelKind.EMBED, rows=len(token_ids), n0=weight.size_in, n1=weight.size_out, f0=factor)
         op.format = weight.format or 0
         self.run(op, out, (token_ids, weight.data))
         return out
@@ -125,7 +125,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         need("the norm's weight", weight, x.dtype, size)
         rows = with_dense_rows(x.reshape(-1, size))
         out = rows.new_empty(rows.shape)
-        op = Op(Kind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=kind, f0=eps)
+        op = Op(KernelKind.RMS_NORM, rows=len(rows), n0=size, n1=rows.stride(0), n2=kind, f0=eps)
         self.run(op, out, (rows, weight))
         return out.view(x.shape)
 
@@ -140,7 +140,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         tokens, half = len(positions), len(frequencies)
         need("the frequencies", frequencies, torch.float32, half)
         cos, sin = (positions.new_empty(tokens, 2 * half, dtype=torch.float32) for _ in range(2))
-        op = Op(Kind.ROTATION, rows=tokens, n0=half, n1=growth_tokens, f0=scale, f1=growth)
+        op = Op(KernelKind.ROTATION, rows=tokens, n0=half, n1=growth_tokens, f0=scale, f1=growth)
         self.run(op, cos, (ints("positions", positions), frequencies, sin))
         return cos, sin
 
@@ -151,13 +151,13 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         if x.stride(2) != 1 or x.stride(1) != head_dim:
             x = x.contiguous()
         out = x.new_empty(x.shape)
-        op = Op(Kind.ROTATE, rows=tokens, n0=heads, n1=head_dim, n2=x.stride(0))
+        op = Op(KernelKind.ROTATE, rows=tokens, n0=heads, n1=head_dim, n2=x.stride(0))
         self.run(op, out, (x, cos.contiguous(), sin.contiguous()))
         return out
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         need("values", values, keys.dtype, *keys.shape)
-        op = Op(Kind.STORE_KV, rows=len(keys), cache=_cache(cache, keys, group))
+        op = Op(KernelKind.STORE_KV, rows=len(keys), cache=_cache(cache, keys, group))
         keys = keys.contiguous()
         self.run(op, keys, (keys, values.contiguous()), AttentionBatch((0,), (), (group,)), group)
 
@@ -177,7 +177,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         tokens, heads, _ = queries.shape
         if sinks is not None:
             need("the sinks", sinks, torch.float32, heads)
-        op = Op(Kind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
+        op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
         op.cache = _cache(cache, queries, group)
         self.run(op, out, (queries, sinks), batch, group)
         return out
@@ -186,7 +186,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         need("the bounds", bounds, torch.float32, 4)
         if weight.format not in (None, COMPRESSED):
             raise ValueError("a linear layer with bounds must not be quantized")
-        return self.multiply(Kind.LINEAR, x, weight, None, x.dtype, bounds)
+        return self.multiply(KernelKind.LINEAR, x, weight, None, x.dtype, bounds)
 
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, seen = len(queries), len(keys)
@@ -198,21 +198,21 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         return self.attention(queries, cache, batch, group, scale, 0.0, looks_ahead=True)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.elementwise(Kind.SILU_AND_MUL, gate, up)
+        return self.elementwise(KernelKind.SILU_AND_MUL, gate, up)
 
     def gelu_tanh_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.elementwise(Kind.GELU_TANH_AND_MUL, gate, up)
+        return self.elementwise(KernelKind.GELU_TANH_AND_MUL, gate, up)
 
     def sigmoid_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.elementwise(Kind.SIGMOID_AND_MUL, gate, up)
+        return self.elementwise(KernelKind.SIGMOID_AND_MUL, gate, up)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.elementwise(Kind.ADD, x, y)
+        return self.elementwise(KernelKind.ADD, x, y)
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         x = x.contiguous()
         out = x.new_empty(x.shape)
-        self.run(Op(Kind.SCALE, rows=x.shape[0], n0=x.shape[1:].numel(), f0=factor), out, (x,))
+        self.run(Op(KernelKind.SCALE, rows=x.shape[0], n0=x.shape[1:].numel(), f0=factor), out, (x,))
         return out
 
     def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -224,7 +224,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
             x = x.contiguous()
         out = x.new_empty(tokens, heads, weight.size_out)
         cache = Cache(kv_heads=heads)
-        op = Op(Kind.LINEAR_HEADS, rows=tokens, n0=size_in, n1=weight.size_out, n2=x.stride(1), cache=cache)
+        op = Op(KernelKind.LINEAR_HEADS, rows=tokens, n0=size_in, n1=weight.size_out, n2=x.stride(1), cache=cache)
         self.run(op, out, (x, weight.data))
         return out
 
@@ -232,7 +232,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         need("the second operand", y, x.dtype, *x.shape[:2], y.shape[2])
         x, y = x.contiguous(), y.contiguous()
         out = x.new_empty(*x.shape[:2], x.shape[2] + y.shape[2])
-        self.run(Op(Kind.CONCAT, rows=x.shape[0] * x.shape[1], n0=x.shape[2], n1=y.shape[2]), out, (x, y))
+        self.run(Op(KernelKind.CONCAT, rows=x.shape[0] * x.shape[1], n0=x.shape[2], n1=y.shape[2]), out, (x, y))
         return out
 
 

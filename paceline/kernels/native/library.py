@@ -26,7 +26,7 @@ HOW_TO_BUILD = (
 )
 
 
-class Kind(IntEnum):
+class KernelKind(IntEnum):
     """The kind of an operation."""
 
     LINEAR = 0
@@ -75,7 +75,7 @@ class Cache(ctypes.Structure):
     ]
 
 
-class Choice(ctypes.Structure):
+class KernelChoice(ctypes.Structure):
     """`Draw` of src/program.h."""
 
     _fields_ = [
@@ -114,7 +114,7 @@ class Group(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class KernelStep(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("tokens", "requests")),
         *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "final_len", "last_keys")),
@@ -126,7 +126,7 @@ class Step(ctypes.Structure):
 _GROUP_TYPES = (torch.int32, torch.int64, torch.int64)
 
 
-def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables]) -> Step:
+def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables]) -> KernelStep:
     """Return a step as the library reads it. The step keeps the memory that it points to alive."""
     for group in groups:
         if (group.tables.dtype, group.write_slots.dtype, group.write_offsets.dtype) != _GROUP_TYPES:
@@ -142,7 +142,7 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
             for group, own in zip(groups, tensors)
         )
     )
-    step = Step(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), groups=tables)
+    step = KernelStep(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), groups=tables)
     last_keys = batch.last_keys
     if last_keys is not None:
         if last_keys.dtype != torch.int64 or last_keys.shape != (tokens,):
@@ -162,7 +162,7 @@ def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
         library = ctypes.CDLL(str(file))
     except OSError as error:
         raise ConfigError(f"the native CPU kernels cannot be loaded: {error}; reinstall paceline here") from error
-    if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(Step), len(Kind)):
+    if _layout(library) != (ctypes.sizeof(Op), ctypes.sizeof(KernelStep), len(KernelKind)):
         raise ConfigError(HOW_TO_BUILD)
     try:
         _declare(library)
@@ -277,4 +277,4 @@ def _declare(library: ctypes.CDLL) -> None:
     library.paceline_team_stop.restype = None
     library.paceline_team_take_turns.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
     library.paceline_team_take_turns.restype = None
-    library.paceline_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(Step)]
+    library.paceline_run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(KernelStep)]

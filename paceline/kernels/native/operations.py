@@ -18,14 +18,14 @@ from paceline.kernels.native.library import (
     ERRORS,
     POINTERS,
     TYPES,
-    Kind,
+    KernelKind,
+    KernelStep,
     Op,
-    Step,
     instruction_sets,
     load_library,
     make_step,
 )
-from paceline.kernels.native.replay import Operands, Recorder
+from paceline.kernels.native.replay import Operands, StepRecorder
 from paceline.kernels.packed_weight import PackedWeight
 
 
@@ -46,7 +46,7 @@ class Operations:
         self._team = self._library.paceline_team_start(threads, self.instruction_set.encode())
         if self._team is None:
             raise MemoryError("there is no memory for a team of threads")
-        self.recorder: Recorder | None = None
+        self.recorder: StepRecorder | None = None
         self.one_at_a_time = threading.Lock()
         # Not when the interpreter exits, because a thread of the engine may still be computing then.
         weakref.finalize(self, _stop_team, self._library, self._team, os.getpid()).atexit = False
@@ -58,7 +58,7 @@ class Operations:
 
     def multiply(
         self,
-        kind: Kind,
+        kind: KernelKind,
         x: Tensor,
         weight: PackedWeight,
         other: Tensor | None,
@@ -82,7 +82,7 @@ class Operations:
         self.run(op, out, (x, weight.data, other, bounds), dtype=x.dtype)
         return out
 
-    def elementwise(self, kind: Kind, a: Tensor, b: Tensor) -> Tensor:
+    def elementwise(self, kind: KernelKind, a: Tensor, b: Tensor) -> Tensor:
         need("the second operand", b, a.dtype, *a.shape)
         a, size = a.contiguous(), a.shape[1:].numel()
         b = with_dense_rows(b) if b.dim() == 2 else b.contiguous()
@@ -115,13 +115,13 @@ class Operations:
     def _run_now(self, op: Op, operands: Operands, batch: AttentionBatch | None, group: GroupTables | None) -> None:
         for name, tensor in zip(POINTERS, operands):
             setattr(op, name, None if tensor is None else tensor.data_ptr())
-        step = Step(tokens=1)
+        step = KernelStep(tokens=1)
         if batch is not None and group is not None:
             step = make_step(op.rows, batch, (group,))
             op.rows = 1
         self.execute(op, 1, step)
 
-    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None:
+    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: KernelStep) -> None:
         """Run operations in order. Raises IndexError if a token id or slot does not exist, and MemoryError."""
         error = self._library.paceline_run(self._team, ctypes.byref(ops), count, ctypes.byref(step))
         if error:

@@ -8,7 +8,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import RecurrentState
-from paceline.kernels.native.library import Cache, Kind, Op
+from paceline.kernels.native.library import Cache, KernelKind, Op
 from paceline.kernels.native.operations import Operations, need
 
 _MOST_TAPS = 16
@@ -36,7 +36,7 @@ class NativeRecurrence(Operations):
         if bias is not None:
             need("the bias", bias, x.dtype, channels)
         x, out, rows = x.contiguous(), x.new_empty(x.shape), max(taps - 1, state.shape[1])
-        op = Op(Kind.CAUSAL_CONV, rows=tokens, n0=channels, n1=taps, n2=rows, cache=_state(state, rows, channels))
+        op = Op(KernelKind.CAUSAL_CONV, rows=tokens, n0=channels, n1=taps, n2=rows, cache=_state(state, rows, channels))
         self.run(op, out, (x, weight, bias), batch, group)
         return out
 
@@ -55,7 +55,7 @@ class NativeRecurrence(Operations):
         need("the rates", rates, torch.float32, 3, heads)
         out = x.new_empty(tokens, heads * head_dim)
         cache = _recurrent_state(state, x.shape[1] + heads)
-        op = Op(Kind.SELECTIVE_SCAN, rows=tokens, n0=state_size, n1=_room(state), cache=cache)
+        op = Op(KernelKind.SELECTIVE_SCAN, rows=tokens, n0=state_size, n1=_room(state), cache=cache)
         self.run(op, out, (x.contiguous(), time_steps.contiguous(), rates), batch, group)
         return out
 
@@ -79,7 +79,7 @@ class NativeRecurrence(Operations):
             raise ValueError(f"{heads} value heads cannot share {key_heads} key heads evenly")
         out = x.new_empty(tokens, heads * value_dim)
         cache = _recurrent_state(state, x.shape[1] + 2 * heads)
-        op = Op(Kind.GATED_DELTA_RULE, rows=tokens, n0=value_dim, n1=key_heads, n2=_room(state), cache=cache)
+        op = Op(KernelKind.GATED_DELTA_RULE, rows=tokens, n0=value_dim, n1=key_heads, n2=_room(state), cache=cache)
         self.run(op, out, (x.contiguous(), gates.contiguous(), time_steps.contiguous(), rates), batch, group)
         return out
 

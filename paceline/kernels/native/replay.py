@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.interface import Forward, Taps
-from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, Kind, Op, Step, make_step
+from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
 
 RECORDED_TOKENS = 2
 """Tokens of a recorded pass. With only one, the stride of rows would not show."""
@@ -33,7 +33,7 @@ Operands = tuple[Tensor | None, ...]
 """The tensors to which the `POINTERS` of an operation point."""
 
 
-class Recorder:
+class StepRecorder:
     """Records the operations of one forward pass."""
 
     def __init__(self, groups: Sequence[GroupTables]) -> None:
@@ -48,8 +48,8 @@ class Recorder:
 
 
 _GATED = {
-    Kind.SILU_AND_MUL: Kind.LINEAR_SILU_AND_MUL,
-    Kind.GELU_TANH_AND_MUL: Kind.LINEAR_GELU_TANH_AND_MUL,
+    KernelKind.SILU_AND_MUL: KernelKind.LINEAR_SILU_AND_MUL,
+    KernelKind.GELU_TANH_AND_MUL: KernelKind.LINEAR_GELU_TANH_AND_MUL,
 }
 
 
@@ -72,13 +72,13 @@ def fuse_gated_layers(
         if op.kind in _GATED and len(fused) > 2:
             (gate, (gate_out, x, gate_weight, gate_bias, _)), (up, (up_out, up_x, up_weight, up_bias, _)) = fused[-3:-1]
             if (
-                gate.kind == up.kind == Kind.LINEAR
+                gate.kind == up.kind == KernelKind.LINEAR
                 and gate.format == up.format
                 and gate_bias is up_bias is None
                 and (x is up_x and gate_out is operands[1] and up_out is operands[2])
                 and (is_between(gate_out) and is_between(up_out))
             ):
-                gate.kind = _GATED[Kind(op.kind)]
+                gate.kind = _GATED[KernelKind(op.kind)]
                 fused[-3:] = [(gate, (operands[0], x, gate_weight, up_weight, None))]
     return fused
 
@@ -90,12 +90,14 @@ def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
         if first is not None and _can_join(first, op, operands):
             first[0].joined += 1
         else:
-            first = (op, operands) if op.kind == Kind.LINEAR else None
+            first = (op, operands) if op.kind == KernelKind.LINEAR else None
 
 
 def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
     own, (_, x, *_) = first
-    return op.kind == Kind.LINEAR and operands[1] is x and _form(op) == _form(own) and own.joined + 1 < MOST_JOINED
+    return (
+        op.kind == KernelKind.LINEAR and operands[1] is x and _form(op) == _form(own) and own.joined + 1 < MOST_JOINED
+    )
 
 
 def _form(op: Op) -> tuple[bool, bool]:
@@ -124,11 +126,11 @@ class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Executor(Protocol):
     """The kernels that record and compute a program: `NativeKernels`."""
 
-    recorder: Recorder | None
+    recorder: StepRecorder | None
     one_at_a_time: threading.Lock
     """Locked while a pass is recorded or replayed."""
 
-    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: Step) -> None: ...
+    def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: KernelStep) -> None: ...
 
 
 class Program:
@@ -138,7 +140,7 @@ class Program:
     time may share a place. A buffer's place is its offset per token, times the tokens for which there is room.
     """
 
-    def __init__(self, recorder: Recorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: StepRecorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         operations = fuse_gated_layers(recorder.operations, results)
         join_layers(operations)
         self._operands = [operands for _, operands in operations]
@@ -264,7 +266,7 @@ class Replay:
         taps = Taps(depths)
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
         more = [torch.empty(RECORDED_TOKENS, *own.shape[1:], dtype=own.dtype, device="meta") for own in inputs]
-        self._executor.recorder = recorder = Recorder(batch.groups)
+        self._executor.recorder = recorder = StepRecorder(batch.groups)
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
                 result = self._forward(token_ids, positions, caches, batch, layers, taps, begin, more)

@@ -42,7 +42,7 @@ class StaticBatch(AttentionBatch):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """The description of a batch that the kernels read. All tensors are on the device, int32 unless said otherwise."""
 
     group: int
@@ -70,7 +70,7 @@ def tile_rows(head_dim: int) -> int:
     return min(_ROWS, _ROW_ELEMENTS // _padded(head_dim))
 
 
-def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.device) -> Plan:
+def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.device) -> AttentionPlan:
     """Return the plan of a batch, whose KV heads are shared by `group` query heads each.
 
     If a request has one query, or all its queries fit in one tile, and its context does not fit in one split, each
@@ -96,13 +96,13 @@ def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.d
     tiles = whole_tiles.view(-1, 3), apart_tiles.view(-1, 3)
     if isinstance(batch, StaticBatch):
         query_start, context_len = batch.own_query_start, batch.own_context_len
-    return Plan(group, tile_rows, query_start, context_len, batch.last_keys, *tiles, rows, most_rows, splits)
+    return AttentionPlan(group, tile_rows, query_start, context_len, batch.last_keys, *tiles, rows, most_rows, splits)
 
 
 def attention(
     queries: Tensor,
     cache: LayerCache,
-    plan: Plan,
+    plan: AttentionPlan,
     tables: GroupTables,
     scale: float,
     softcap: float,

@@ -16,7 +16,7 @@ from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
-from paceline.kernels.triton_kernels.attention import Plan, attention, make_plan, tile_rows
+from paceline.kernels.triton_kernels.attention import AttentionPlan, attention, make_plan, tile_rows
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
 from paceline.kernels.triton_kernels.experts import experts as compute_experts
 from paceline.kernels.triton_kernels.experts import index_experts
@@ -49,7 +49,7 @@ class TritonKernels(ReferenceKernels):
         self._tuner = gpu_tuner(device) if device.type == "cuda" and torch.cuda.is_available() else Untuned()
         self._batch_invariant = batch_invariant
         self._planned: AttentionBatch | None = None
-        self._plans: dict[tuple[int, int], Plan] = {}
+        self._plans: dict[tuple[int, int], AttentionPlan] = {}
         """Plans of the last batch, by the number of query heads per KV head and the rows of a tile. Layers of a step
         share them. Each batch has a new dict, which a recording can keep."""
 

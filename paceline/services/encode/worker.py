@@ -15,13 +15,13 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
-from paceline.services.worker.admission import Admission
-from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.admission import WorkerAdmission
+from paceline.services.worker.encoder import WorkerEncoder
 from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.work_check import check_encode
-from paceline.services.worker.worker_setup import Place, WorkerSetup, max_model_len
+from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
 
 
 async def make_worker(setup: WorkerSetup) -> EncodeWorker:
@@ -51,12 +51,12 @@ class EncodeWorker:
     Its engine has no requests. It runs the encoders in this worker's turns.
     """
 
-    def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: Place) -> None:
+    def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: ArenaPlace) -> None:
         self.model_id = setup.model_id
         self.layout = loaded.layout
         self.weights = loaded.weights
         self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
-        self.admission = Admission(setup.config.max_seqs)
+        self.admission = WorkerAdmission(setup.config.max_seqs)
         self._takes_turns = place.turns is not None
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -69,11 +69,11 @@ class EncodeWorker:
             turns=place.turns,
         )
         encodings = Encodings(setup.kv, loaded.layout, place.arena)
-        encoder = Encoder(lambda: loaded.encoders, self.engine.encode)
+        encoder = WorkerEncoder(lambda: loaded.encoders, self.engine.encode)
         self.encoding = EncodeHandler(encoder, encodings, setup.kv.session.source, lambda: self._goes_on)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
-        """Count work while a `with` statement runs. See `Admission`."""
+        """Count work while a `with` statement runs. See `WorkerAdmission`."""
         return self.admission.admit()
 
     def check(self, work: common_pb2.Work) -> None:

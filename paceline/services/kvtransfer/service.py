@@ -29,7 +29,7 @@ from paceline.services.kvtransfer.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of
 from paceline.services.kvtransfer.owners import count_groups, count_owners, describe_leases
 from paceline.services.kvtransfer.sessions import Sessions
-from paceline.services.kvtransfer.snapshot import Snapshot, snapshot_of
+from paceline.services.kvtransfer.snapshot import MemorySnapshot, snapshot_of
 
 _MAX_OPERATIONS = 4096
 """Most operations in one batch. The service does nothing else while it applies a batch."""
@@ -84,9 +84,9 @@ class KVTransferService(pb_grpc.KVTransferServicer):
         """False after the ledger was found inconsistent. Then only a restart helps."""
         return self._keeper.healthy
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> MemorySnapshot:
         memory = self.sessions.memory
-        return Snapshot() if memory is None else snapshot_of(memory, len(self.sessions.workers))
+        return MemorySnapshot() if memory is None else snapshot_of(memory, len(self.sessions.workers))
 
     def take_events(self) -> BlockBatch | None:
         """Return the block events since the last call, or None. Also offer the blocks to the disk tier."""

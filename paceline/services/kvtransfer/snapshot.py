@@ -24,7 +24,7 @@ REUSABLE_BYTES = Family(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
+class MemorySnapshot:
     """The state of a host's KV memory, for load reports and metrics."""
 
     counts: Counts = Counts(0, 0, 0, 0, 0)
@@ -84,13 +84,13 @@ class Snapshot:
         yield from self.disk
 
 
-def snapshot_of(memory: HostMemory, workers: int) -> Snapshot:
+def snapshot_of(memory: HostMemory, workers: int) -> MemorySnapshot:
     """Return the present state of `memory`, to which so many workers are attached."""
     ledger, layout = memory.ledger, memory.layout
     reusable = Counter[str]()
     for group, blocks in zip(layout.all_groups, ledger.reusable_counts()):
         reusable[group.shape.name] += blocks  # a group of a draft model may have the same name
-    return Snapshot(
+    return MemorySnapshot(
         counts=ledger.counts(),
         slot_bytes=layout.slot_bytes,
         fingerprint=layout.fingerprint,

@@ -19,7 +19,7 @@ MARGIN_SECONDS = 2.0
 """The holder stops to act this long before its lease ends, because a call to the platform takes time."""
 
 
-class Lease:
+class LeaderLease:
     """One planner's claim to the lease of its cluster.
 
     Args:

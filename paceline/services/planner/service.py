@@ -26,7 +26,7 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.pins import Pins
 from paceline.services.common.registry import read_ages, read_members
 from paceline.services.planner.asked import Asked
-from paceline.services.planner.lease import Lease
+from paceline.services.planner.lease import LeaderLease
 from paceline.services.planner.metrics import PlannerMetrics
 from paceline.services.planner.recording import RecordFile
 from paceline.services.planner.reports import ReportBuilder, Seen, revision_of
@@ -86,7 +86,7 @@ class PlannerService:
         self._signatures = signatures
         self._record = record
         self._clock = clock
-        self._lease = Lease(client, cluster, name)
+        self._lease = LeaderLease(client, cluster, name)
         self._pins = Pins(client, cluster)
         self._builder = ReportBuilder(drain_seconds=drain_seconds)
         self._asked = Asked(client, cluster)

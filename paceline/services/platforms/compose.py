@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.tasks import end_tasks
-from paceline.services.platforms.platform import Ability, KnownWorker, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, KnownWorker, PlatformRole, PlatformState
 
 PROJECT = "com.docker.compose.project"
 SERVICE = "com.docker.compose.service"
@@ -45,7 +45,7 @@ Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
-class Engine(Protocol):
+class DockerEngine(Protocol):
     """The calls of the docker engine that are used, as `docker.APIClient` has them. They raise DockerException."""
 
     def containers(self, *, all: bool, filters: Mapping[str, Any]) -> list[Json]: ...
@@ -152,7 +152,7 @@ class ComposePlatform:
     abilities: frozenset[Ability] = frozenset({"choose"})
 
     def __init__(
-        self, engine: Engine, project: str, workers: Workers, failure: type[Exception], prefix: str = ""
+        self, engine: DockerEngine, project: str, workers: Workers, failure: type[Exception], prefix: str = ""
     ) -> None:
         self._engine = engine
         self._project = project
@@ -178,12 +178,12 @@ class ComposePlatform:
     async def state(self) -> PlatformState:
         """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
         found = [each for each in await self._containers() if not each.is_dead]
-        roles: dict[Role, RoleState] = {}
+        roles: dict[Role, PlatformRole] = {}
         for role in ROLES:
             if any(each.service == self._prefix + role for each in found):
                 own = [each for each in found if each.role == role]
                 running = sum(each.runs and not each.leaves for each in own)
-                roles[role] = RoleState(running, running, sum(each.leaves for each in own))
+                roles[role] = PlatformRole(running, running, sum(each.leaves for each in own))
         return PlatformState(roles)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:

@@ -32,7 +32,7 @@ from paceline.services.platforms.kubernetes_pods import (
     problem_of,
 )
 from paceline.services.platforms.kubernetes_wish import Wish, failure_of, is_rolling, read_wish, replicas_of
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
 BLIND_SECONDS = 90.0
 """Without a word from the API server for so long, what is known of the pods is too old to act on."""
@@ -90,12 +90,12 @@ class KubernetesPlatform:
         parts: list[tuple[Role, Json, int]] = [("prefill", worker, wish.prefill), ("decode", worker, wish.decode)]
         if encode is not None:
             parts.append(("encode", encode, replicas_of(encode)))
-        roles: dict[Role, RoleState] = {}
+        roles: dict[Role, PlatformRole] = {}
         trouble: dict[Role, str] = {}
         for role, deployment, wanted in parts:
             own = [pod for pod in self._book.pods(component_of(role)) if pod.role == role]
             running = sum(pod.phase == "Running" for pod in living(own))
-            roles[role] = RoleState(wanted, running, sum(pod.ending for pod in own))
+            roles[role] = PlatformRole(wanted, running, sum(pod.ending for pod in own))
             if reason := problem_of(own) or failure_of(deployment):
                 trouble[role] = reason
         return PlatformState(roles, trouble)

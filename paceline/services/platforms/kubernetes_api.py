@@ -34,7 +34,7 @@ _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The files that a pod gets for its service account."""
 
 
-class ConflictError(UnavailableError):
+class ObjectConflictError(UnavailableError):
     """Somebody has changed the object since it was read (409). Read it again."""
 
 
@@ -112,7 +112,7 @@ class KubernetesApi:
             try:
                 await self.patch(path, {**body, "metadata": metadata})
                 return
-            except ConflictError:
+            except ObjectConflictError:
                 await asyncio.sleep(random.uniform(0, 0.02 * 2**attempt))
         raise UnavailableError(f"others keep changing {path}; is there an autoscaler besides the planner?")
 
@@ -202,7 +202,7 @@ def _error(path: str, code: int, text: str) -> UnavailableError:
     except (ValueError, KeyError, TypeError):
         words = text[:200]
     if code == 409:
-        return ConflictError(f"{path} has changed meanwhile: {words}")
+        return ObjectConflictError(f"{path} has changed meanwhile: {words}")
     if code == 410:
         return GoneError(f"changes of {path} are not kept for so long: {words}")
     if code == 404:

@@ -22,7 +22,7 @@ class KnownWorker(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RoleState:
+class PlatformRole:
     """The workers of one role, as the platform counts them."""
 
     wanted: int
@@ -39,7 +39,7 @@ class RoleState:
 class PlatformState:
     """The fleet as its platform sees it at one moment."""
 
-    roles: Mapping[Role, RoleState]
+    roles: Mapping[Role, PlatformRole]
     """The roles that the platform can scale. A role that is left out stays as it is."""
     problems: Mapping[Role, str] = field(default_factory=dict)
     """For each role whose wanted workers cannot all run, the reason: no device is free, an image is missing."""
@@ -68,7 +68,7 @@ class Platform(Protocol):
         """Keep `wanted` workers of a role from now on. Returns before they have started or ended.
 
         Args:
-            wanted: number of workers, as in `RoleState.wanted`.
+            wanted: number of workers, as in `PlatformRole.wanted`.
             victims: ids of the workers that shall end if there are too many, the first ones first. A worker that ends
                 gets SIGTERM and the time that its drain may take. If these are not enough, or the platform cannot
                 choose, it ends workers by its own rule. Ids of workers that have ended are ignored.

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.supervisor import ask_supervisor
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
 
 class ServePlatform:
@@ -33,7 +33,7 @@ class ServePlatform:
         # A process that has ended is started again, so all that are wanted run, or nearly so.
         return PlatformState(
             {
-                role: RoleState(own["wanted"], own["wanted"], own["draining"], own["given_up"])
+                role: PlatformRole(own["wanted"], own["wanted"], own["draining"], own["given_up"])
                 for role in ROLES
                 if (own := answer[role])
             }

@@ -19,7 +19,7 @@ from paceline.services.serve.gpus import GpuPlaces
 from paceline.services.serve.managed_process import ManagedProcess
 from paceline.services.serve.output import say, warn
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
-from paceline.services.serve.worker_fleet import Worker
+from paceline.services.serve.worker_fleet import ServedWorker
 
 PREPARE_SECONDS = 86400.0
 """Longest time to download and convert a model, in seconds. Some models have hundreds of gigabytes."""
@@ -71,7 +71,7 @@ class Processes:
 
         return ManagedProcess(launch, _wait_ready, warn)
 
-    def worker(self, worker: Worker, *arguments: str, label: str = "", has_gpu: bool = False) -> ManagedProcess:
+    def worker(self, worker: ServedWorker, *arguments: str, label: str = "", has_gpu: bool = False) -> ManagedProcess:
         """Make the process of a worker, which starts in the role that the worker has then.
 
         Args:

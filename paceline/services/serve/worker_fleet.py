@@ -25,7 +25,7 @@ FLIPPING: tuple[Role, ...] = ("prefill", "decode")
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class ServedWorker:
     """A worker of the stack. Its name stays when its role changes."""
 
     name: str
@@ -52,10 +52,10 @@ class WorkerFleet:
 
     def __init__(
         self,
-        make: Callable[[Worker], ManagedProcess],
+        make: Callable[[ServedWorker], ManagedProcess],
         supervise: Callable[[ManagedProcess], asyncio.Task[None]],
         drain: Callable[[ManagedProcess], Awaitable[None]],
-        flip: Callable[[Worker, Role], Awaitable[None]],
+        flip: Callable[[ServedWorker, Role], Awaitable[None]],
         check: Callable[[Mapping[Role, int]], None],
         tell: Callable[[str], None],
     ) -> None:
@@ -67,9 +67,9 @@ class WorkerFleet:
         self._tell = tell
         # Names are not used again, because a worker that drains still has its own.
         self._numbers: dict[Role, itertools.count[int]] = {role: itertools.count() for role in get_args(Role)}
-        self._workers: dict[Role, list[Worker]] = {role: [] for role in get_args(Role)}
+        self._workers: dict[Role, list[ServedWorker]] = {role: [] for role in get_args(Role)}
         """Oldest first, without workers that drain."""
-        self._draining: dict[Role, set[Worker]] = {role: set() for role in get_args(Role)}
+        self._draining: dict[Role, set[ServedWorker]] = {role: set() for role in get_args(Role)}
         self._given_up: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
         self._scaling = asyncio.Lock()
         self._first_are_ready = False
@@ -189,28 +189,28 @@ class WorkerFleet:
         """Stop all workers, draining ones too. See `ManagedProcess.stop`."""
         await asyncio.gather(*(worker.process.stop(grace, hurry) for worker in self._all()))
 
-    def _find(self, name: str) -> Worker:
+    def _find(self, name: str) -> ServedWorker:
         """Return the worker with this name. Raises ConfigError if there is none, or if it drains."""
         workers = itertools.chain(*self._workers.values())
         if (found := next((worker for worker in workers if worker.name == name), None)) is None:
             raise ConfigError(f"there is no worker {name}, or it drains already; GET /fleet names all workers")
         return found
 
-    def _order(self, role: Role, victims: Sequence[str]) -> list[Worker]:
+    def _order(self, role: Role, victims: Sequence[str]) -> list[ServedWorker]:
         """Return the workers of a role, the ones that are drained first last."""
         places = {name: place for place, name in enumerate(victims)}
 
-        def place(worker: Worker) -> tuple[bool, int]:
+        def place(worker: ServedWorker) -> tuple[bool, int]:
             return not worker.process.is_ready, -places.get(worker.name, len(places))
 
         return sorted(self._workers[role], key=place)
 
-    def _all(self) -> list[Worker]:
+    def _all(self) -> list[ServedWorker]:
         return [*itertools.chain(*self._workers.values()), *itertools.chain(*self._draining.values())]
 
     async def _add(self, role: Role) -> None:
         name = f"{role}-{next(self._numbers[role])}"
-        worker = Worker(name, role)
+        worker = ServedWorker(name, role)
         worker.process = self._make(worker)
         self._workers[role].append(worker)
         try:
@@ -222,7 +222,7 @@ class WorkerFleet:
         if self._first_are_ready:
             worker.tasks.append(asyncio.create_task(worker.process.ready_or_stopped()))
 
-    def _begin_drain(self, worker: Worker) -> None:
+    def _begin_drain(self, worker: ServedWorker) -> None:
         self._workers[worker.role].remove(worker)
         self._draining[worker.role].add(worker)
         worker.waits = True
@@ -230,7 +230,7 @@ class WorkerFleet:
             task.cancel()
         worker.tasks = [asyncio.create_task(self._end(worker), name=f"drain {worker.name}")]
 
-    def _stay(self, worker: Worker) -> None:
+    def _stay(self, worker: ServedWorker) -> None:
         """Keep a worker that waits for another one to be ready before it drains."""
         for task in worker.tasks:
             task.cancel()
@@ -240,7 +240,7 @@ class WorkerFleet:
         worker.tasks = [self._supervise(worker.process)]
         self._tell(f"  {worker.name:<12} goes on, because no other worker of its role can be started")
 
-    async def _end(self, worker: Worker) -> None:
+    async def _end(self, worker: ServedWorker) -> None:
         await self._replaced(worker)
         worker.waits = False
         self._tell(f"  {worker.name:<12} drains")
@@ -248,7 +248,7 @@ class WorkerFleet:
         self._draining[worker.role].discard(worker)
         self._tell(f"  {worker.name:<12} has ended")
 
-    async def _replaced(self, worker: Worker) -> None:
+    async def _replaced(self, worker: ServedWorker) -> None:
         """Wait while a worker serves and its role has others that do not serve yet, and none that does.
 
         The wait ends when one of them serves or all are given up; the start of a process has a deadline.
@@ -260,7 +260,7 @@ class WorkerFleet:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def tell_role(credentials: Credentials, worker: Worker, role: Role) -> None:
+async def tell_role(credentials: Credentials, worker: ServedWorker, role: Role) -> None:
     """Tell a running worker to take another role. Raises PacelineError if it refuses or does not answer."""
     channel = open_channel(worker.process.address, credentials)
     try:

@@ -13,7 +13,7 @@ ENDING_SECONDS = 5.0
 """Time that requests have to release their blocks after a drain has ended them."""
 
 
-class Admission:
+class WorkerAdmission:
     """Counts the requests of one worker.
 
     Args:

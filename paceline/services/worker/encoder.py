@@ -44,7 +44,7 @@ class EncodeTimes:
     computed: float
 
 
-class Encoder:
+class WorkerEncoder:
     """The encoders of one worker and the queue for them. Requests are served in rotation.
 
     Args:

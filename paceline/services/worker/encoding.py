@@ -14,7 +14,7 @@ from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.wire import media_input_from_pb, spans_from_pb
-from paceline.services.worker.encoder import Encoder, EncodeTimes
+from paceline.services.worker.encoder import EncodeTimes, WorkerEncoder
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.fair_turns import AbandonedError
@@ -48,7 +48,7 @@ class EncodeHandler:
         goes_on: returns whether the engine is idle or its step began a short time ago; see `Worker.goes_on`.
     """
 
-    def __init__(self, encoder: Encoder, encodings: Encodings, source: str, goes_on: Callable[[], bool]) -> None:
+    def __init__(self, encoder: WorkerEncoder, encodings: Encodings, source: str, goes_on: Callable[[], bool]) -> None:
         self.encoder = encoder
         self._encodings = encodings
         self._source = source

@@ -9,7 +9,7 @@ from paceline.engine.loading import Loaded, load
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.warm_up import warm_up
 from paceline.services.worker.worker import Worker, WorkerLimits
-from paceline.services.worker.worker_setup import Place, WorkerSetup, max_model_len
+from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
 
 
 async def make_worker(setup: WorkerSetup) -> Worker:
@@ -35,7 +35,7 @@ def _load(setup: WorkerSetup) -> Loaded:
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
 
 
-def _kv_memory(setup: WorkerSetup, loaded: Loaded, place: Place) -> KVMemory:
+def _kv_memory(setup: WorkerSetup, loaded: Loaded, place: ArenaPlace) -> KVMemory:
     config = setup.config
     if not setup.compute.has_pool:
         return KVMemory(loaded.layout, place.arena)

@@ -194,7 +194,7 @@ class RequestMediaTable:
 CallContext = grpc.aio.ServicerContext[worker_pb2.ReadyRequest, worker_pb2.ReadyReply]
 
 
-class MediaService(worker_pb2_grpc.MediaServicer):
+class WorkerMedia(worker_pb2_grpc.MediaServicer):
     """Serves `Media` with the attempts of one worker."""
 
     def __init__(self, table: RequestMediaTable) -> None:

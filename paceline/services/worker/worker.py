@@ -24,9 +24,9 @@ from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.registry import Role
 from paceline.services.common.wire import key_from_pb
-from paceline.services.worker.admission import Admission
+from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.dispatcher import Dispatcher, lost
-from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoder import WorkerEncoder
 from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, EventStreams
@@ -93,7 +93,7 @@ class Worker:
         self.media = RequestMediaTable(self.encodings, kv.session.source)
         self.limits = limits
         self.takes_turns = turns is not None
-        self.admission = Admission(limits.max_seqs)
+        self.admission = WorkerAdmission(limits.max_seqs)
         self._facts = loaded.model.config
         self.intake = Intake(loaded, kv)
         self._streams = EventStreams()
@@ -127,7 +127,7 @@ class Worker:
         self.encoding: EncodeHandler | None = None
         """None if the model has no encoders."""
         if self.encodings is not None and loaded.load_encoders is not None:
-            encoder = Encoder(loaded.load_encoders, self.engine.encode)
+            encoder = WorkerEncoder(loaded.load_encoders, self.engine.encode)
             self.encoding = EncodeHandler(encoder, self.encodings, kv.session.source, lambda: self.goes_on)
 
     def _on_loop(self, function: Callable[[Argument], None]) -> Callable[[Argument], None]:
@@ -186,7 +186,7 @@ class Worker:
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
-        """Count work while a `with` statement runs. See `Admission`.
+        """Count work while a `with` statement runs. See `WorkerAdmission`.
 
         Encodings take no place: requests that have all places wait for them.
 

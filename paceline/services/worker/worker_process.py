@@ -38,7 +38,7 @@ from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import Framed, UnixListener
-from paceline.services.worker.admission import Admission
+from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
@@ -51,7 +51,7 @@ class AnyWorker(Protocol):
     """A worker of any role, as its process uses it."""
 
     engine: Engine
-    admission: Admission
+    admission: WorkerAdmission
     layout: KVLayout
     weights: str
     """See `Member.weights`."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.core.errors import BusyError, DrainingError, InvalidRequestError, StaleError, UnavailableError
 from paceline.services.common.registry import WORKING_ROLES, Role
 from paceline.services.common.tasks import end_tasks
-from paceline.services.worker.admission import Admission
+from paceline.services.worker.admission import WorkerAdmission
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Changing(Protocol):
     """The part of a worker that a change of its role needs."""
 
-    admission: Admission
+    admission: WorkerAdmission
     failed: asyncio.Future[None]
     """A future that gets an exception if the worker cannot go on."""
 

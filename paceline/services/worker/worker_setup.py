@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArenaPlace:
     """A worker's place on its host."""
 
     arena: torch.Tensor
@@ -61,7 +61,7 @@ class WorkerSetup:
     def speculative(self) -> SpeculativeConfig | None:
         return parse_speculative_config(self.config.speculative_config)
 
-    async def join(self, layout: KVLayout, max_position: int) -> Place:
+    async def join(self, layout: KVLayout, max_position: int) -> ArenaPlace:
         """Join the host's arena.
 
         Args:
@@ -73,7 +73,7 @@ class WorkerSetup:
         if turns is not None:
             turns.on_change = self.compute.kernels.take_turns
             turns.take_role(self.role.name == "decode")
-        return Place(blocks, arena.path, arena.slots, turns)
+        return ArenaPlace(blocks, arena.path, arena.slots, turns)
 
 
 def turns_of(config: WorkerConfig, device: torch.device, page: memoryview, session: int) -> RoleTurns | None:

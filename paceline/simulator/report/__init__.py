@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from paceline.services.gateway.api.console.files import STATIC, chart_files
-from paceline.simulator.report.content import Report
+from paceline.simulator.report.content import SimulationReport
 
 _OWN = Path(__file__).parent
 _MODULES = ("dom.js", "format.js")
@@ -19,7 +19,7 @@ _IMPORT = re.compile(r"^import .*\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
-def render(report: Report) -> str:
+def render(report: SimulationReport) -> str:
     """Return the page. If the chart library is not installed, it has tables and no charts."""
     charts = {name: content.decode() for name, content in chart_files()}
     modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)

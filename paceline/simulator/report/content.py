@@ -12,7 +12,7 @@ class _Value(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Percentiles(_Value):
+class ReportPercentiles(_Value):
     """The distribution of a time over requests, or over tokens."""
 
     p50: float | None = None
@@ -30,11 +30,11 @@ class ShownClass(_Value):
     """Requests that found no room in time, or whose attempts all failed."""
     refusals: dict[str, int] = Field(default_factory=dict)
     """The same by reason, such as timeout or overload."""
-    ttft: Percentiles = Percentiles()
+    ttft: ReportPercentiles = ReportPercentiles()
     """Time from the arrival to the first token."""
-    itl: Percentiles = Percentiles()
+    itl: ReportPercentiles = ReportPercentiles()
     """Time between two tokens, over all tokens of the class."""
-    total: Percentiles = Percentiles()
+    total: ReportPercentiles = ReportPercentiles()
     """Time from the arrival to the last token."""
     ttft_objective: float | None = None
     itl_objective: float | None = None
@@ -48,7 +48,7 @@ class ShownClass(_Value):
     """Prompt tokens that were found in caches."""
 
 
-class Series(_Value):
+class ReportSeries(_Value):
     """Values over time."""
 
     at: tuple[float, ...] = ()
@@ -63,7 +63,7 @@ class Series(_Value):
     """
 
     @model_validator(mode="after")
-    def _check(self) -> Series:
+    def _check(self) -> ReportSeries:
         if any(len(column) != len(self.at) for column in self.values.values()):
             raise ValueError("every column of a series needs one value for each instant")
         return self
@@ -101,14 +101,14 @@ class ShownSimulation(_Value):
     """Price of all devices, in the currency of the profile."""
     hit_rate: float | None = None
     """Share of prompt tokens that were found in caches."""
-    series: tuple[Series, ...] = ()
+    series: tuple[ReportSeries, ...] = ()
     """Values over time. Each name is in one of them."""
     decisions: tuple[ShownDecision, ...] = ()
     notes: tuple[str, ...] = ()
     """Conclusions in sentences, such as whether disaggregation pays for this load."""
 
 
-class Report(_Value):
+class SimulationReport(_Value):
     """Simulations of one load that are compared with each other."""
 
     simulations: tuple[ShownSimulation, ...] = Field(min_length=1)

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
 from paceline.core.planner.objectives import Latency
 from paceline.simulator.recorder import MINUTE
-from paceline.simulator.report.content import Percentiles, Series, ShownClass, ShownDecision, ShownSimulation
+from paceline.simulator.report.content import (
+    ReportPercentiles,
+    ReportSeries,
+    ShownClass,
+    ShownDecision,
+    ShownSimulation,
+)
 from paceline.simulator.result import ClassResult, Level, MinuteResult, Result
 from paceline.simulator.result import Percentiles as Times
 from paceline.simulator.scenario import Scenario
@@ -55,8 +61,10 @@ def _workers(count: int, what: str, more: str = "") -> str:
     return f"{count} {what}{'' if count == 1 else 's'}{more}"
 
 
-def _percentiles(times: Times, count: float) -> Percentiles:
-    return Percentiles(p50=times.p50, p90=times.p90, p95=times.p95, p99=times.p99) if count else Percentiles()
+def _percentiles(times: Times, count: float) -> ReportPercentiles:
+    return (
+        ReportPercentiles(p50=times.p50, p90=times.p90, p95=times.p95, p99=times.p99) if count else ReportPercentiles()
+    )
 
 
 def _class(own: ClassResult, latency: Latency) -> ShownClass:
@@ -84,8 +92,8 @@ def _together(shown: Sequence[ShownClass]) -> ShownClass:
     requests = sum(own.requests for own in shown)
     judged = [own for own in shown if own.within is not None]
 
-    def worst(times: Sequence[Percentiles]) -> Percentiles:
-        return max(times, key=lambda each: each.p99 or 0.0, default=Percentiles())
+    def worst(times: Sequence[ReportPercentiles]) -> ReportPercentiles:
+        return max(times, key=lambda each: each.p99 or 0.0, default=ReportPercentiles())
 
     return ShownClass(
         requests=requests,
@@ -104,7 +112,7 @@ def _together(shown: Sequence[ShownClass]) -> ShownClass:
     )
 
 
-def _levels(levels: Sequence[Level]) -> Series:
+def _levels(levels: Sequence[Level]) -> ReportSeries:
     """Return the state of the fleet over time."""
     values: dict[str, Sequence[float]] = {
         "prefill": [level.prefill for level in levels],
@@ -116,10 +124,12 @@ def _levels(levels: Sequence[Level]) -> Series:
         "devices": [level.devices for level in levels],
         "cost": [level.cost for level in levels],
     }
-    return Series(at=tuple(level.at for level in levels), values={name: tuple(each) for name, each in values.items()})
+    return ReportSeries(
+        at=tuple(level.at for level in levels), values={name: tuple(each) for name, each in values.items()}
+    )
 
 
-def _minutes(result: Result) -> Series:
+def _minutes(result: Result) -> ReportSeries:
     """Return what became of the requests that arrived in each minute. Percentiles are those of the slowest class."""
     by_minute: dict[int, list[MinuteResult]] = {}
     for own in result.classes.values():
@@ -131,7 +141,7 @@ def _minutes(result: Result) -> Series:
     def slowest(name: str) -> tuple[float | None, ...]:
         return tuple(max((getattr(each, name) for each in own if each.finished), default=None) for own in minutes)
 
-    return Series(
+    return ReportSeries(
         at=tuple((minute + 1) * MINUTE for minute in range(len(minutes))),
         values={
             "arrivals": tuple(count / MINUTE for count in arrivals),

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import OPTIONS, check_grammar, unenforced
-from paceline.core.json_grammar.compiler import Options, compile_schema
+from paceline.core.json_grammar.compiler import SchemaOptions, compile_schema
 from paceline.core.json_grammar.patterns import translated
 from paceline.core.json_grammar.rules import Rules
 from paceline.core.types import ConstraintKind
@@ -313,7 +313,7 @@ NEGATED = {f"n{n}": {"anyOf": [{"$ref": f"#/$defs/n{n + 1}"}] * 2} for n in rang
 )
 def test_what_takes_seconds_or_gigabytes_is_refused_at_once(schema: Any) -> None:
     with pytest.raises(ConstraintError, match="too large to be enforced"):
-        compile_schema(schema, Options())
+        compile_schema(schema, SchemaOptions())
 
 
 def test_texts_of_patterns_and_of_all_terminals_have_limits() -> None:
@@ -349,7 +349,7 @@ def test_the_list_of_what_is_not_enforced_is_short() -> None:
     for _ in range(50):
         schema = {"type": "object", "properties": {"n" * 1000: schema}}
     schema["uniqueItems"] = schema["properties"]["list"] = {"type": "array", "uniqueItems": True}
-    found = compile_schema(schema, Options()).unenforced
+    found = compile_schema(schema, SchemaOptions()).unenforced
     assert len({each.keyword for each in found}) == 2  # one keyword in many places does not hide another one
     assert sum(len(each.path) for each in found) < 100_000
 

@@ -20,17 +20,17 @@ from paceline.core.planner.capacity import (
     sequences_per_worker,
 )
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.load import Demand
+from paceline.core.planner.load import ClassDemand
 from paceline.core.planner.objectives import Latency
-from paceline.core.planner.step_fit import StepTimes
+from paceline.core.planner.step_fit import FittedStepTimes
 
-PREFILL, DECODE = StepTimes(0.01, 1e-4, 0.0, 2048), StepTimes(0.01, 2e-4, 1e-7, 64)
+PREFILL, DECODE = FittedStepTimes(0.01, 1e-4, 0.0, 2048), FittedStepTimes(0.01, 2e-4, 1e-7, 64)
 PLACES = Places(64, 0.0)
 LATENCY = Latency(ttft=1.0, itl=0.05)
 
 
-def demand(rate: float, prompt: float = 1000.0, answer: float = 200.0) -> Demand:
-    return Demand(rate, Distribution.of([prompt] * 20), 0.0, Distribution.of([answer] * 20), media_rate=rate)
+def demand(rate: float, prompt: float = 1000.0, answer: float = 200.0) -> ClassDemand:
+    return ClassDemand(rate, Distribution.of([prompt] * 20), 0.0, Distribution.of([answer] * 20), media_rate=rate)
 
 
 def test_erlang_c_of_a_known_case() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.load import ClassLoad, Sample, Series
+from paceline.core.planner.load import ClassLoad, LoadSample, Series
 from paceline.core.planner.reports import Traffic
 
 
@@ -62,7 +62,7 @@ def test_forecasts_that_were_too_low_make_the_next_ones_cautious() -> None:
 
 
 def test_chance_is_no_change_of_the_load() -> None:
-    samples = [Sample.of(0.0, [load_of(*arrivals)], ["decode"]) for arrivals in ([9] * 10, [13] * 10, [90] * 10)]
+    samples = [LoadSample.of(0.0, [load_of(*arrivals)], ["decode"]) for arrivals in ([9] * 10, [13] * 10, [90] * 10)]
     assert not samples[0].differs(samples[1], "decode")
     assert samples[0].differs(samples[2], "decode")
     assert samples[2].differs(samples[0], "decode")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.planner.memory import PlannerState, observe
+from paceline.core.planner.memory import PlanningState, observe
 from paceline.core.planner.objectives import Objectives, RoleLimits
 from tests.core.planner.fleets import decode_report
 
@@ -19,7 +19,7 @@ OBJECTIVES = Objectives(roles={"decode": RoleLimits(0, 8)})
     ],
 )
 def test_growth_after_a_shrink_is_a_relapse_if_it_comes_soon(seconds: int, relapses: int) -> None:
-    state = PlannerState()
+    state = PlanningState()
     for at in range(0, seconds + 15, 5):
         wanted = 1 if 10 <= at < 10 + seconds else 2
         state = observe(state, decode_report(float(at), wanted, 10), OBJECTIVES)

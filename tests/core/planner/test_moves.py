@@ -8,22 +8,22 @@ import pytest
 
 from paceline.core.planner.actions import Action, Add
 from paceline.core.planner.guards import Guards
-from paceline.core.planner.load import Sample
-from paceline.core.planner.memory import Change, PlannerState, RoleMemory
+from paceline.core.planner.load import LoadSample
+from paceline.core.planner.memory import Change, PlanningState, RoleMemory
 from paceline.core.planner.moves import Moves
-from paceline.core.planner.needs import Need, Outlook
+from paceline.core.planner.needs import Outlook, RoleNeed
 from paceline.core.planner.objectives import Objectives, RoleLimits
 from paceline.core.planner.reports import Report, Role, RoleReport, WorkerReport
 
 LIMITS: dict[Role, RoleLimits] = {"prefill": RoleLimits(1, 8), "decode": RoleLimits(1, 8)}
-NEEDS: dict[Role, Need] = {"prefill": Need(2, 2, 2, "queued tokens"), "decode": Need(3, 4, 4, "forecast")}
+NEEDS: dict[Role, RoleNeed] = {"prefill": RoleNeed(2, 2, 2, "queued tokens"), "decode": RoleNeed(3, 4, 4, "forecast")}
 """Prefill lacks a worker now. The fourth decode worker is a reserve."""
 
-LOAD = Sample(500.0, {"prefill": 1000.0, "decode": 100.0}, {"prefill": 0.0, "decode": 0.0})
+LOAD = LoadSample(500.0, {"prefill": 1000.0, "decode": 100.0}, {"prefill": 0.0, "decode": 0.0})
 
 
 def choose(
-    needs: dict[Role, Need],
+    needs: dict[Role, RoleNeed],
     budget: int,
     decode: int = 4,
     running: int = 0,
@@ -45,7 +45,7 @@ def choose(
     times = RoleReport(0, startup_seconds=60.0, drain_seconds=10.0, flip_seconds=4.0)
     roles: dict[Role, RoleReport] = {"prefill": replace(times, wanted=1), "decode": replace(times, wanted=decode)}
     report = Report(500.0, "1", workers, roles, {})
-    state = PlannerState(at=500.0, busy_at=500.0, load=LOAD, roles={"decode": memory or RoleMemory()})
+    state = PlanningState(at=500.0, busy_at=500.0, load=LOAD, roles={"decode": memory or RoleMemory()})
     limits: dict[Role, RoleLimits] = {**LIMITS, "prefill": RoleLimits(1, most_prefill)}
     outlook = Outlook(report, Objectives(roles=limits, budget=budget, flips=flips), state)
     moves = Moves(outlook, needs, {role: need.least for role, need in needs.items()})
@@ -63,7 +63,7 @@ def test_a_reserve_stays_if_nothing_can_replace_it() -> None:
 
 
 def test_a_reserve_stays_if_only_the_forecast_asks_for_more() -> None:
-    later: dict[Role, Need] = {**NEEDS, "prefill": Need(1, 2, 2, "forecast")}
+    later: dict[Role, RoleNeed] = {**NEEDS, "prefill": RoleNeed(1, 2, 2, "forecast")}
     assert choose(later, budget=6) == [Add("prefill", 2, "forecast")]
 
 
@@ -79,14 +79,20 @@ def test_a_role_without_any_worker_gets_the_last_device() -> None:
 def test_relapses_keep_no_worker_that_another_role_lacks_now(now: int, flips: bool) -> None:
     # Decode grew 100 s ago under the same load. A start and a drain take 70 s, which counts eightfold after 3 relapses.
     memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
-    needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    needs: dict[Role, RoleNeed] = {
+        "prefill": RoleNeed(now, 2, 2, "queued tokens"),
+        "decode": RoleNeed(3, 3, 3, "tokens/s"),
+    }
     assert [action.kind for action in choose(needs, budget=5, memory=memory)] == ["flip"] * flips
 
 
 @pytest.mark.parametrize(("most", "kinds"), [(8, ["drain"]), (1, [])])
 def test_a_role_that_may_not_grow_lacks_no_worker(most: int, kinds: list[str]) -> None:
     memory = RoleMemory(grown=Change(400.0, LOAD), relapses=3)
-    needs: dict[Role, Need] = {"prefill": Need(2, 1, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    needs: dict[Role, RoleNeed] = {
+        "prefill": RoleNeed(2, 1, 2, "queued tokens"),
+        "decode": RoleNeed(3, 3, 3, "tokens/s"),
+    }
     found = choose(needs, budget=5, memory=memory, flips=False, most_prefill=most)
     assert [action.kind for action in found] == kinds
 
@@ -98,7 +104,10 @@ def test_without_flips_a_worker_drains_early_if_another_role_lacks_its_device_no
     # Four were needed until 80 s ago. A start and a drain take 70 s, but older targets are remembered as well.
     targets = tuple((at, 4 if at <= 420 else 3) for at in range(400, 500, 5))
     memory = RoleMemory(grown=Change(390.0, LOAD), relapses=3, targets=targets)
-    needs: dict[Role, Need] = {"prefill": Need(now, 2, 2, "queued tokens"), "decode": Need(3, 3, 3, "tokens/s")}
+    needs: dict[Role, RoleNeed] = {
+        "prefill": RoleNeed(now, 2, 2, "queued tokens"),
+        "decode": RoleNeed(3, 3, 3, "tokens/s"),
+    }
     assert [action.kind for action in choose(needs, budget, memory=memory, flips=False)] == kinds
 
 
@@ -106,7 +115,7 @@ def test_without_flips_a_worker_drains_early_if_another_role_lacks_its_device_no
 def test_the_last_ready_worker_of_an_idle_role_stays_while_another_one_is_wanted(wanted: int, reason: str) -> None:
     """The other one may be starting, or may be stuck, and then the role would serve nothing."""
     last, other = WorkerReport("w1", "decode"), WorkerReport("w2", "decode", state="starting")
-    outlook = Outlook(Report(500.0, "1", (last, other), {}, {}), Objectives(roles=LIMITS), PlannerState(at=500.0))
+    outlook = Outlook(Report(500.0, "1", (last, other), {}, {}), Objectives(roles=LIMITS), PlanningState(at=500.0))
     assert outlook.is_idle
     assert Guards(outlook).leaving(last, [other], wanted) == reason
     assert Guards(outlook).leaving(other, [last], wanted) == ""

@@ -13,12 +13,12 @@ from paceline.core.planner.actions import Decision, Drain, Hold
 from paceline.core.planner.codec import from_json, to_json
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.load import ClassLoad
-from paceline.core.planner.memory import PlannerState, RoleMemory
+from paceline.core.planner.memory import PlanningState, RoleMemory
 from paceline.core.planner.needs import Outlook, assess
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
-from paceline.core.planner.step_fit import StepTimes
+from paceline.core.planner.step_fit import FittedStepTimes
 from tests.core.planner.fleets import decode_report
 
 OBJECTIVES = Objectives(
@@ -110,8 +110,8 @@ def test_a_worker_drains_after_a_start_and_a_drain_and_two_forecasts(slow_second
 
 def test_prompts_that_workers_compute_are_no_queue() -> None:
     prompts, answers = Distribution.of([1000.0] * 20), Distribution.of([2.0] * 20)
-    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=StepTimes(0.0, 5e-4, 0.0, 512))}
-    state = PlannerState(
+    memories: dict[Role, RoleMemory] = {"prefill": RoleMemory(times=FittedStepTimes(0.0, 5e-4, 0.0, 512))}
+    state = PlanningState(
         classes={"chat": ClassLoad(20.0, 20.0, prompt_tokens=prompts, answer_tokens=answers)}, roles=memories
     )
 
@@ -255,7 +255,7 @@ def test_a_report_that_comes_late_changes_nothing(planner: Planner) -> None:
 
 
 def test_a_planner_goes_on_from_saved_state(planner: Planner) -> None:
-    other = Planner(OBJECTIVES, from_json(PlannerState, to_json(planner.state)))
+    other = Planner(OBJECTIVES, from_json(PlanningState, to_json(planner.state)))
     for at in range(25, 100, 5):
         report = decode_report(float(at), 2, at)
         assert other.decide(report) == planner.decide(report)

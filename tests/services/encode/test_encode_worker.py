@@ -23,7 +23,7 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
 from paceline.services.encode.main import add_encode
 from paceline.services.encode.worker import EncodeWorker, make_worker
-from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoder import WorkerEncoder
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.worker.conftest import Host, StartHost
 from tests.services.worker.media_calls import encode_work, encoding, image, prefilling, tell
@@ -129,5 +129,5 @@ async def test_work_that_waits_after_its_call_has_ended_is_not_counted_as_runnin
     pair: tuple[Host, WorkerProcess[EncodeWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, process = pair
-    monkeypatch.setattr(Encoder, "waiting", 3)
+    monkeypatch.setattr(WorkerEncoder, "waiting", 3)
     assert process.worker.load() == LoadReport(running=0, waiting=3)

@@ -12,9 +12,9 @@ from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, LoadReport, StepL
 from paceline.services.common.distributions import distribution_to_pb
 from paceline.services.common.registry import Member
 from paceline.services.planner.reports import LOST_SECONDS, ReportBuilder, Seen, revision_of
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
-ONE_EACH = PlatformState({"prefill": RoleState(1, 1), "decode": RoleState(1, 1)})
+ONE_EACH = PlatformState({"prefill": PlatformRole(1, 1), "decode": PlatformRole(1, 1)})
 
 
 def gateway(seconds: float, name: str = "g", **counts: Any) -> Member:
@@ -66,17 +66,17 @@ def test_lost_gateways_make_the_traffic_old_until_they_are_forgotten() -> None:
 
 def test_a_worker_that_vanishes_is_reported_with_its_age_until_the_platform_has_no_more_than_the_others() -> None:
     builder = ReportBuilder()
-    two = PlatformState({"decode": RoleState(2, 2)})
+    two = PlatformState({"decode": PlatformRole(2, 2)})
     builder.observe(100, [Seen(worker("decode-0"), 1), Seen(worker("decode-1"), 1)])
     builder.observe(105, [Seen(worker("decode-0"), 1)])
     assert [(each.worker, each.age) for each in builder.report(105, two, {}, ()).workers] == [
         ("decode-0", 1),
         ("decode-1", 6),
     ]
-    one = PlatformState({"decode": RoleState(2, 1)})
+    one = PlatformState({"decode": PlatformRole(2, 1)})
     assert [each.worker for each in builder.report(106, one, {}, ()).workers] == ["decode-0"]
     builder.observe(107, [])
-    none = builder.report(107, PlatformState({"decode": RoleState(0, 0)}), {}, ())
+    none = builder.report(107, PlatformState({"decode": PlatformRole(0, 0)}), {}, ())
     assert (none.workers, none.roles["decode"].drain_seconds) == ((), 5)
 
 
@@ -159,7 +159,7 @@ def test_requests_that_wait_for_the_first_worker_are_noticed() -> None:
 def test_the_revision_changes_with_targets_and_pins() -> None:
     names = {
         revision_of(ONE_EACH, {}),
-        revision_of(PlatformState({"prefill": RoleState(1, 1), "decode": RoleState(2, 1)}), {}),
+        revision_of(PlatformState({"prefill": PlatformRole(1, 1), "decode": PlatformRole(2, 1)}), {}),
         revision_of(ONE_EACH, {"decode": 1}),
     }
     assert len(names) == 3

@@ -25,10 +25,10 @@ from paceline.services.common.member_signatures import UNSIGNED, MemberSignature
 from paceline.services.common.pins import release_pins, write_pins
 from paceline.services.common.registry import Member, Registrar, connect, write_member
 from paceline.services.common.secret import Secret
-from paceline.services.planner.lease import Lease
+from paceline.services.planner.lease import LeaderLease
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import HANDOVER_SECONDS, PlannerService
-from paceline.services.platforms.platform import Ability, PlatformState, RoleState
+from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
 OBJECTIVES = Objectives(roles={"decode": RoleLimits(0, 4)}, fast_seconds=1.0)
 
@@ -52,7 +52,7 @@ class ToyPlatform:
     async def state(self) -> PlatformState:
         if self.fails:
             raise UnavailableError("the engine is away")
-        return PlatformState({"decode": RoleState(self.decode, self.decode, given_up=self.given_up)})
+        return PlatformState({"decode": PlatformRole(self.decode, self.decode, given_up=self.given_up)})
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
         self.calls.append((role, wanted, list(victims)))
@@ -190,7 +190,7 @@ async def test_a_planner_takes_over_although_redis_fails_at_first(
 
 
 async def test_a_lease_ends_for_its_holder_before_another_one_can_take_it(bench: Bench) -> None:
-    one, other = Lease(bench.client, bench.cluster, "one"), Lease(bench.client, bench.cluster, "other")
+    one, other = LeaderLease(bench.client, bench.cluster, "one"), LeaderLease(bench.client, bench.cluster, "other")
     assert await one.renew()
     assert not await other.renew()
     assert await one.renew()

@@ -14,7 +14,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.planner.reports import Role
 from paceline.services.platforms.kubernetes import KubernetesPlatform
 from paceline.services.platforms.kubernetes_api import KubernetesApi
-from paceline.services.platforms.platform import RoleState
+from paceline.services.platforms.platform import PlatformRole
 from tests.kubernetes.admission import refusals
 from tests.services.platforms.toy_cluster import CONFIG_MAPS, DEPLOYMENTS, NAMESPACE, PODS, ToyCluster
 
@@ -38,7 +38,7 @@ class Fleet:
     def replicas(self) -> int:
         return int(self.cluster.raw(DEPLOYMENTS, "worker")["spec"]["replicas"])
 
-    async def counts(self) -> dict[Role, RoleState]:
+    async def counts(self) -> dict[Role, PlatformRole]:
         return dict((await self.platform.state()).roles)
 
     async def seen(self, condition: Callable[[], bool]) -> None:
@@ -113,19 +113,19 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 
 async def test_a_new_cluster_decodes_and_has_no_encode_workers(fleet: Fleet) -> None:
-    assert await fleet.counts() == {"prefill": RoleState(0, 0), "decode": RoleState(3, 3)}
+    assert await fleet.counts() == {"prefill": PlatformRole(0, 0), "decode": PlatformRole(3, 3)}
 
 
 async def test_a_new_pod_gets_its_role_before_its_container_starts(fleet: Fleet) -> None:
     await fleet.platform.scale("prefill", 1)
     assert fleet.replicas() == 4
-    assert (await fleet.counts())["prefill"] == RoleState(1, 0)
+    assert (await fleet.counts())["prefill"] == PlatformRole(1, 0)
     await fleet.cluster.control()
     await fleet.seen(lambda: fleet.roles()["worker-3"] == "prefill")
     await fleet.cluster.start("worker-3")
     await fleet.seen(lambda: fleet.told.get("worker-3") == "prefill")
     assert fleet.roles() == {"worker-0": "decode", "worker-1": "decode", "worker-2": "decode", "worker-3": "prefill"}
-    assert await fleet.counts() == {"prefill": RoleState(1, 1), "decode": RoleState(3, 3)}
+    assert await fleet.counts() == {"prefill": PlatformRole(1, 1), "decode": PlatformRole(3, 3)}
 
 
 async def test_the_chosen_worker_ends_and_no_other(fleet: Fleet) -> None:
@@ -134,7 +134,7 @@ async def test_the_chosen_worker_ends_and_no_other(fleet: Fleet) -> None:
     assert set(fleet.roles()) == {"worker-0", "worker-2"}
     await fleet.seen(lambda: any("deletionTimestamp" in pod["metadata"] for pod in fleet.cluster.pods()))
     async with asyncio.timeout(PATIENCE):
-        while (await fleet.counts())["decode"] != RoleState(2, 2, draining=1):
+        while (await fleet.counts())["decode"] != PlatformRole(2, 2, draining=1):
             await asyncio.sleep(0.01)
 
 
@@ -261,7 +261,7 @@ async def test_encode_workers_have_a_deployment_of_their_own(fleet: Fleet) -> No
     await fleet.cluster.control("encode")
     await fleet.cluster.start()
     async with asyncio.timeout(PATIENCE):
-        while (await fleet.counts())["encode"] != RoleState(2, 2):
+        while (await fleet.counts())["encode"] != PlatformRole(2, 2):
             await asyncio.sleep(0.01)
 
 

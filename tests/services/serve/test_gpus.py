@@ -11,7 +11,7 @@ import pytest
 from paceline.core.config import ServeConfig
 from paceline.services.serve.gpus import GpuPlaces, default_budget, visible_gpus
 from paceline.services.serve.processes import Processes
-from paceline.services.serve.worker_fleet import Worker
+from paceline.services.serve.worker_fleet import ServedWorker
 
 WORKER = """
 import os, sys
@@ -68,8 +68,8 @@ async def test_workers_see_their_own_only_and_a_restarted_one_gets_the_free_one(
         return [sys.executable, "-c", WORKER, *arguments]
 
     processes = Processes(command, 0.0, ["0", "1"])
-    workers = [processes.worker(Worker(f"decode-{number}", "decode"), has_gpu=True) for number in range(3)]
-    cpu = processes.worker(Worker("prefill-0", "prefill"))
+    workers = [processes.worker(ServedWorker(f"decode-{number}", "decode"), has_gpu=True) for number in range(3)]
+    cpu = processes.worker(ServedWorker("prefill-0", "prefill"))
     children = [await worker.start() for worker in (*workers, cpu)]
     try:
         assert [await worker.ready() for worker in (*workers, cpu)] == ["0", "1", "0", "all"]

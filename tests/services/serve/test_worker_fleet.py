@@ -11,11 +11,11 @@ import pytest
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.services.serve import worker_fleet
 from paceline.services.serve.managed_process import ManagedProcess
-from paceline.services.serve.worker_fleet import Role, Worker, WorkerFleet
+from paceline.services.serve.worker_fleet import Role, ServedWorker, WorkerFleet
 
 
 class ToyProcess:
-    def __init__(self, worker: Worker, is_ready: bool) -> None:
+    def __init__(self, worker: ServedWorker, is_ready: bool) -> None:
         self.worker = worker
         self.is_ready = is_ready
 
@@ -33,7 +33,7 @@ class Fleet:
         self.processes: dict[str, ToyProcess] = {}
         self.flipped: list[tuple[str, Role]] = []
         self.refusal: Exception | None = None
-        self.during_flip: Callable[[Worker, Role], Awaitable[None]] = lambda worker, role: asyncio.sleep(0)
+        self.during_flip: Callable[[ServedWorker, Role], Awaitable[None]] = lambda worker, role: asyncio.sleep(0)
         self.workers = WorkerFleet(
             self._make,
             self._supervise,
@@ -43,7 +43,7 @@ class Fleet:
             lambda line: None,
         )
 
-    def _make(self, worker: Worker) -> ManagedProcess:
+    def _make(self, worker: ServedWorker) -> ManagedProcess:
         self.processes[worker.name] = ToyProcess(worker, self.starts_at_once)
         return cast(ManagedProcess, self.processes[worker.name])
 
@@ -54,7 +54,7 @@ class Fleet:
     async def _drain(self, process: ManagedProcess) -> None:
         self.drained.append(cast(Any, process).worker.name)
 
-    async def _flip(self, worker: Worker, role: Role) -> None:
+    async def _flip(self, worker: ServedWorker, role: Role) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.flipped.append((worker.name, role))
@@ -195,7 +195,7 @@ async def test_a_flip_that_a_worker_refuses_changes_nothing() -> None:
 async def test_a_worker_that_is_given_up_during_its_flip_is_an_error() -> None:
     own = await fleet(prefill=2, decode=1)
 
-    async def give_up(worker: Worker, role: Role) -> None:
+    async def give_up(worker: ServedWorker, role: Role) -> None:
         assert own.workers.give_up(worker.process)
 
     own.during_flip = give_up

@@ -15,7 +15,7 @@ from paceline.engine.encode_job import EncodeJob
 from paceline.kernels.encoding import Between
 from paceline.models.encoders.base import Encoders
 from paceline.services.worker import encoder
-from paceline.services.worker.encoder import Encoder
+from paceline.services.worker.encoder import WorkerEncoder
 from tests.services.gateway.conftest import eventually
 from tests.services.worker.media_calls import image
 
@@ -44,7 +44,7 @@ async def test_loading_is_no_standstill(monkeypatch: pytest.MonkeyPatch) -> None
         may_end.wait()
         raise ModelError("damaged")
 
-    own = Encoder(load, lambda job: None)
+    own = WorkerEncoder(load, lambda job: None)
     task = asyncio.create_task(own.compute("r", image(ROWS, 0), lambda rows: None, asyncio.Event()))
     await asyncio.sleep(0)
     assert own._turns.is_taken
@@ -58,7 +58,7 @@ async def test_work_that_gets_no_thread_stands_still(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(encoder, "STILL_SECONDS", -1.0)
     towers = Encoders({MediaKind.IMAGE: Tower()}, 1, torch.float32, torch.device("cpu"))
     launched, moved = list[EncodeJob](), list[float]()
-    own = Encoder(lambda: towers, launched.append)
+    own = WorkerEncoder(lambda: towers, launched.append)
     assert not own.stands_still
     work = [own.compute("r", image(ROWS, seed), lambda rows: None, asyncio.Event()) for seed in range(2)]
     tasks = [asyncio.create_task(each) for each in work]

@@ -15,7 +15,7 @@ from paceline.core.errors import (
     UnavailableError,
 )
 from paceline.services.common.registry import Role
-from paceline.services.worker.admission import Admission
+from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.worker_role import WorkerRole
 
 
@@ -23,7 +23,7 @@ class ToyWorker:
     """The part of a worker that a change of its role needs."""
 
     def __init__(self) -> None:
-        self.admission = Admission(4)
+        self.admission = WorkerAdmission(4)
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.taken: list[Role] = []
         self.error: Exception | None = None

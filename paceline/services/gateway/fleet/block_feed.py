@@ -28,7 +28,7 @@ from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
-from paceline.services.gateway.routing.prefix_index import HostBlocks, PrefixIndex
+from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 
 _WATCH_SECONDS = 0.5
 _ASK_SECONDS = 1.0
@@ -186,7 +186,7 @@ class BlockFeed:
             following.asking = None
 
 
-async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
+async def _reusable(channel: grpc.aio.Channel) -> IndexedBlocks | None:
     """Return the reusable blocks of a host; None if it has no arena yet.
 
     Raises AioRpcError, InvalidRequestError or ValueError if the host cannot be asked or its answer is not valid.
@@ -207,4 +207,4 @@ async def _reusable(channel: grpc.aio.Channel) -> HostBlocks | None:
         names[group] += [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
     if pool is None:
         raise ValueError("the answer is empty")
-    return HostBlocks(pool.id, pool.next_event, layout_from_pb(pool.layout), names)
+    return IndexedBlocks(pool.id, pool.next_event, layout_from_pb(pool.layout), names)

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
 from paceline.services.gateway.http.messages_error import error_body
-from paceline.services.gateway.http.refusals import RefusedError, retry_after
+from paceline.services.gateway.http.refusals import NoRoomError, retry_after
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, BusyError):
         answer = ApiError(429, str(error), type="rate_limit_exceeded", code="rate_limit_exceeded")
-        if isinstance(error, RefusedError):
+        if isinstance(error, NoRoomError):
             answer.headers["Retry-After"] = str(error.seconds)
         return answer
     if isinstance(error, LeavingError):

@@ -20,7 +20,7 @@ no worker is idle. limit: a limit of its key."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 
-class RefusedError(BusyError):
+class NoRoomError(BusyError):
     """A request is refused because the fleet has no room for it in time.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.media import MediaInput, MediaKind, MediaSpan
-from paceline.services.gateway.planning.media.expansion import Piece, Run
+from paceline.services.gateway.planning.media.expansion import Piece, TokenRun
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
@@ -29,9 +29,9 @@ def encode_prompt(pieces: Iterable[Piece], tokenizer: Tokenizer, add_special_tok
     """
     texts, runs = [], []
     for piece in pieces:
-        if isinstance(piece, Run):
+        if isinstance(piece, TokenRun):
             runs.append(piece)
-        token_id = piece.token_id if isinstance(piece, Run) else piece
+        token_id = piece.token_id if isinstance(piece, TokenRun) else piece
         texts.append(token_id if isinstance(token_id, str) else tokenizer.reserved_texts[token_id])
     places = {run.token_id for run in runs}
     left = iter(runs)

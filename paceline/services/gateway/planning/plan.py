@@ -14,7 +14,7 @@ from paceline.core.request_classes import DEFAULT
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.gateway.planning.answers.answer import Answer, new_call_id
-from paceline.services.gateway.planning.answers.expressions import Tool
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.form import ChannelForm
 from paceline.services.gateway.planning.answers.parser import read_answer
 from paceline.services.gateway.planning.answers.reader import Steps
@@ -152,7 +152,7 @@ def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, 
     if form is None and thought is None:
         return None
     functions = [tool.function for tool in request.tools or ()]
-    given = [Tool(function.name, function.parameters or {}) for function in functions]
+    given = [ToolSpelling(function.name, function.parameters or {}) for function in functions]
     tools = form.argument_types(given) if form is not None else {}
     markers = [*(form.markers if form is not None else ()), *((thought.start, thought.end) if thought else ())]
     is_open = begins_in_reasoning(request, thought, prompt)

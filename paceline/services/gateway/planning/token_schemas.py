@@ -93,7 +93,7 @@ class AbortRequest(Body):
     request_ids: Annotated[list[str], Field(max_length=MAX_ABORTED)]
 
 
-class TokenLogprob(Body):
+class GivenTokenLogprob(Body):
     """The logprob of a token that has been generated, or that was likely there."""
 
     token_id: TokenId
@@ -101,15 +101,15 @@ class TokenLogprob(Body):
     rank: int | None = None
 
 
-class ChosenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob] = Field(default_factory=list)
+class ChosenLogprob(GivenTokenLogprob):
+    top_logprobs: list[GivenTokenLogprob] = Field(default_factory=list)
 
 
 class ChoiceLogprobs(Body):
     content: list[ChosenLogprob] | None = None
 
 
-class TokensChoice(Body):
+class GivenTokensChoice(Body):
     """A choice of an answer of POST /inference/v1/generate."""
 
     index: int = Field(ge=0)
@@ -120,7 +120,7 @@ class TokensChoice(Body):
     logprobs: ChoiceLogprobs | None = None
 
     @model_validator(mode="after")
-    def _check_logprobs(self) -> TokensChoice:
+    def _check_logprobs(self) -> GivenTokensChoice:
         if self.scores is not None and len(self.scores) != len(self.token_ids):
             message = "logprobs.content must have one entry for each of token_ids: {tokens}, not {scores}"
             counts = {"tokens": len(self.token_ids), "scores": len(self.scores)}
@@ -138,7 +138,7 @@ class TokensAnswer(Body):
 
     request_id: str | None = None
     output_mode: Literal["tokens"] = "tokens"
-    choices: Annotated[list[TokensChoice], Field(min_length=1, max_length=MAX_CHOICES)]
+    choices: Annotated[list[GivenTokensChoice], Field(min_length=1, max_length=MAX_CHOICES)]
     prompt_token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     """Are in the derendered answer as they are here."""
@@ -163,7 +163,7 @@ def _scored_ids(scores: Iterable[ChosenLogprob]) -> list[int]:
     return [entry.token_id for chosen in scores for entry in (chosen, *chosen.top_logprobs)]
 
 
-class StreamChoice(TokensChoice):
+class StreamChoice(GivenTokensChoice):
     """A choice of a streamed event of POST /inference/v1/generate."""
 
     token_ids: list[TokenId] = Field(default_factory=list)

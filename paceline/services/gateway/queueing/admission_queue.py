@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.services.gateway.http.refusals import Reason, RefusedError
-from paceline.services.gateway.queueing.claim import ORDINARY, Claim
+from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.queueing.claim import ORDINARY, QueueClaim
 from paceline.services.gateway.queueing.fair_order import next_ticket
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder
@@ -86,11 +86,11 @@ class AdmissionQueue:
         """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
         return self._waiting - len(self._state)
 
-    def count(self, fits: Callable[[Claim], bool]) -> int:
+    def count(self, fits: Callable[[QueueClaim], bool]) -> int:
         """Return the number of requests in the queue for which `fits` is true."""
         return sum(fits(turn.claim) for turn in self._state)
 
-    async def admit(self, attempt: Attempt[T], claim: Claim = ORDINARY) -> T:
+    async def admit(self, attempt: Attempt[T], claim: QueueClaim = ORDINARY) -> T:
         """Call `attempt` each time it is this request's turn, until there is room, and return its result.
 
         Args:
@@ -138,24 +138,24 @@ class AdmissionQueue:
         if (turn := self._state.next()) is not None:
             turn.may_ask.set()
 
-    async def _use_idle_room(self, attempt: Attempt[T], claim: Claim) -> T:
+    async def _use_idle_room(self, attempt: Attempt[T], claim: QueueClaim) -> T:
         while True:
             result = None if self._waiting else await attempt()
             if result is not None and result is not HELD:
                 return result
             if not claim.patient:
                 message = "no worker is idle; work of the background is tried again later"
-                raise self._counted(claim, RefusedError(message, "background"))
+                raise self._counted(claim, NoRoomError(message, "background"))
             await asyncio.sleep(random.uniform(*IDLE_SECONDS))
 
     def _let_in(self, turn: _Turn) -> None:
         """Raise RefusedError if a request must not wait."""
         try:
             self._state.let_in(turn, time.monotonic())
-        except RefusedError as refusal:
+        except NoRoomError as refusal:
             raise self._counted(turn.claim, refusal) from None
 
-    def _counted(self, claim: Claim, refusal: RefusedError) -> RefusedError:
+    def _counted(self, claim: QueueClaim, refusal: NoRoomError) -> NoRoomError:
         self.on_refused(claim.request_class, refusal.reason)
         return refusal
 

@@ -31,7 +31,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class QueueClaim:
     """A request that wants to be admitted."""
 
     owner: str = ""
@@ -60,5 +60,5 @@ class Claim:
         return not (self.first or self.patient)
 
 
-ORDINARY = Claim()
+ORDINARY = QueueClaim()
 """A request without a key and without an objective."""

@@ -22,7 +22,7 @@ def next_ticket() -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class WaitingEntry:
     """A request in the queue."""
 
     owner: str = ""
@@ -37,7 +37,7 @@ class Entry:
     """Order of arrival."""
 
 
-E = TypeVar("E", bound=Entry)
+E = TypeVar("E", bound=WaitingEntry)
 
 Lane = tuple[int, str]
 """A priority and an owner."""

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from paceline.services.gateway.queueing.fair_order import Entry, Expected, Lane
+from paceline.services.gateway.queueing.fair_order import Expected, Lane, WaitingEntry
 
 EARLY_SECONDS = 0.5
 """A request that comes back at most this much too early is in time."""
@@ -57,7 +57,7 @@ class Promises:
     def __len__(self) -> int:
         return sum(map(len, self._by_fingerprint.values()))
 
-    def add(self, entry: Entry, fingerprint: int, now: float, seconds: float) -> None:
+    def add(self, entry: WaitingEntry, fingerprint: int, now: float, seconds: float) -> None:
         """Promise a request that it may come back after `seconds`."""
         self._expire(now)
         if len(self._by_end) >= MOST_PROMISES:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from paceline.services.gateway.http.refusals import Reason, RefusedError
-from paceline.services.gateway.queueing.claim import Claim, Demand
-from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
+from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.queueing.claim import Demand, QueueClaim
+from paceline.services.gateway.queueing.fair_order import FairOrder, WaitingEntry
 from paceline.services.gateway.queueing.shedding import LoadShedder, WaitLimit
 
 
@@ -30,10 +30,10 @@ HELD = Held.HELD
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Turn(Entry):
+class Turn(WaitingEntry):
     """A request's entry in the queue. Its priority and weight are those of its claim, unless it is patient."""
 
-    claim: Claim
+    claim: QueueClaim
     demand: Demand = field(default_factory=Demand)
     late_after: float = float("inf")
     """When its objective or its deadline is missed."""
@@ -41,7 +41,7 @@ class Turn(Entry):
     """Whether it tries to be admitted just now."""
     aside: bool = False
     """Whether later requests do not wait for it: its answer takes long, or only workers that are gone could take it."""
-    refusal: RefusedError | None = None
+    refusal: NoRoomError | None = None
     """Set if it is refused while it waits."""
 
     @property
@@ -158,7 +158,7 @@ class QueueState(Generic[T]):
         self._ordinary -= turn.claim.is_ordinary
         self.shedder.rate.set_waiting(bool(self._again or self._order), now)
 
-    def refusal(self, turn: T, reason: Reason, now: float) -> RefusedError:
+    def refusal(self, turn: T, reason: Reason, now: float) -> NoRoomError:
         """Return the error for a request that is refused now."""
         return self.shedder.refusal(self._order, turn, turn.demand, WaitLimit(0.0, reason), now)
 

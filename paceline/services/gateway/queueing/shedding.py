@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from paceline.services.gateway.http.refusals import Reason, RefusedError, retry_after
+from paceline.services.gateway.http.refusals import NoRoomError, Reason, retry_after
 from paceline.services.gateway.queueing.claim import Demand
 from paceline.services.gateway.queueing.fair_order import E, FairOrder
 from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
@@ -78,7 +78,7 @@ class LoadShedder:
                 raise self.refusal(order, entry, demand, wait_limit, now)
             seconds = retry_after(early)
             message = f"{self._why(wait_limit.reason)}; try again in {seconds} s, and not earlier"
-            raise RefusedError(message, wait_limit.reason, seconds)
+            raise NoRoomError(message, wait_limit.reason, seconds)
         if (ticket := self._promises.keep(demand.fingerprint)) is not None:
             entry.ticket = ticket
 
@@ -99,7 +99,7 @@ class LoadShedder:
         wait = self.wait(order, entry, now)
         return wait is not None and now + wait > gives_up
 
-    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> RefusedError:
+    def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> NoRoomError:
         """Return the error for a request that is refused now, and remember when it may come back."""
         # More than the usual share, because requests do not come back evenly.
         wait = (self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0) / PACE
@@ -109,7 +109,7 @@ class LoadShedder:
         if earliest <= LONGEST_PROMISE:
             self._promises.add(entry, demand.fingerprint, now, seconds)
         expected = f" (it would wait {wait:.1f} s)" if wait else ""
-        return RefusedError(
+        return NoRoomError(
             f"{self._why(wait_limit.reason)}{expected}; try again in {seconds} s", wait_limit.reason, seconds
         )
 

@@ -11,7 +11,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.request_classes import DEFAULT
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import LeavingError
-from paceline.services.gateway.http.refusals import Reason, RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError, Reason
 
 
 class WorkerWait:
@@ -75,7 +75,7 @@ class WorkerWait:
         if is_ordinary and self._ordinary >= self._max_waiting:
             self.on_refused(request_class, "queue_full")
             message = "no worker is ready and as many requests as may wait for one do so; try again later"
-            raise RefusedError(message, "queue_full")
+            raise NoRoomError(message, "queue_full")
         begun = time.monotonic()
         begin_by = begun + self._queue_seconds - waited if is_ordinary else math.inf
         self._waiting += 1

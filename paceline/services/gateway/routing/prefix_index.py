@@ -28,7 +28,7 @@ _TRIED_ENDS = 16
 """Most of these places that are looked up for one context."""
 
 
-class HostBlocks:
+class IndexedBlocks:
     """The blocks of one host that can be reused, as of the event before `next_event` of its pool.
 
     Args:
@@ -85,7 +85,7 @@ class _Host(NamedTuple):
 
     number: int
     """Its number in the sets of holders."""
-    blocks: HostBlocks
+    blocks: IndexedBlocks
     holders: BlockHolders
     """The holders of the blocks of its layout."""
 
@@ -106,14 +106,14 @@ class PrefixIndex:
         """For the cache salt and the last link before each noted end (see `_place`), the numbers of tokens after it at
         which contexts end, as a set of bits. Oldest first."""
 
-    def host(self, host_id: str) -> HostBlocks | None:
+    def host(self, host_id: str) -> IndexedBlocks | None:
         host = self._hosts.get(host_id)
         return None if host is None else host.blocks
 
     def hosts(self) -> list[str]:
         return sorted(self._hosts)
 
-    def replace(self, host_id: str, blocks: HostBlocks) -> None:
+    def replace(self, host_id: str, blocks: IndexedBlocks) -> None:
         """Replace all blocks of a host by the list that the host has sent."""
         before = self._hosts.get(host_id)
         if before is not None and before.blocks.layout != blocks.layout:

@@ -22,7 +22,7 @@ MOST_EXCUSED = 20
 the reason has made progress before."""
 
 
-class Step(NamedTuple):
+class ProgressStep(NamedTuple):
     """The progress of a request. Later steps are greater."""
 
     tokens: int = 0
@@ -46,7 +46,7 @@ class Cause(enum.Enum):
 class Failure:
     """One failed attempt."""
 
-    step: Step
+    step: ProgressStep
     cause: Cause
     others_ended: bool = False
     """Whether workers that did not run the request have ended since the request's failure before."""
@@ -63,7 +63,7 @@ class Failure:
 class Failures:
     """The failures of one request at its present step that count against it."""
 
-    step: Step = Step()
+    step: ProgressStep = ProgressStep()
     errors: int = 0
     """Attempts that ended with an error of a worker that goes on."""
     ends: int = 0

@@ -9,7 +9,7 @@ from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
-from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.claim import Demand, QueueClaim
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.routing.candidates import Candidate
 from paceline.services.gateway.sequences.attempt import Generated
@@ -38,7 +38,7 @@ class LoadControl:
         worker = self._fleet.find(worker_id)
         return None if worker is None else worker.candidate(0.0)
 
-    def claim(self, sequence: SequenceRun, cached: Callable[[], Mapping[str, int]], deadline: float) -> Claim:
+    def claim(self, sequence: SequenceRun, cached: Callable[[], Mapping[str, int]], deadline: float) -> QueueClaim:
         """Return what a sequence tells the queue.
 
         Args:
@@ -61,7 +61,7 @@ class LoadControl:
                 waited=sequence.waited,
             )
 
-        return Claim(
+        return QueueClaim(
             owner=sequence.owner,
             weight=self.control.class_of(sequence.request_class).weight,
             priority=sequence.priority,

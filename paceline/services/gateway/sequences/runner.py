@@ -22,7 +22,7 @@ from paceline.core.errors import BusyError
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
-from paceline.services.gateway.http.refusals import RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from paceline.services.gateway.routing.placements import PlacementLog
@@ -152,7 +152,7 @@ class SequenceRunner:
                 f"{self._config.queue_seconds:g} seconds; try again later"
             )
             self.queue.on_refused(sequence.request_class, "timeout")
-            raise RefusedError(message, "timeout")
+            raise NoRoomError(message, "timeout")
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:

@@ -18,7 +18,7 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.sequences.attempt import Event, Generated, HandedOver, PromptScores
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.failures import Failures, Step
+from paceline.services.gateway.sequences.failures import Failures, ProgressStep
 from paceline.services.gateway.sequences.kinds import Kind
 from paceline.services.gateway.sequences.traces import SequenceTrace
 
@@ -149,7 +149,7 @@ class SequenceRun:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.generated) >= self.sampling.max_tokens else None
 
-    def step(self, attempt: AttemptTrace) -> Step:
+    def step(self, attempt: AttemptTrace) -> ProgressStep:
         """Return how far the sequence has got after an attempt.
 
         The first token of an attempt counts only if others followed. It comes from a prefill worker, so a sequence at
@@ -157,7 +157,9 @@ class SequenceRun:
         """
         decoded = len(self.generated) if len(self.generated) > self.generated_before + 1 else self.failures.step.tokens
         prompt = len(self.prompt_ids)
-        return Step(decoded, prompt if self.generated else min(prompt, attempt.cached_tokens + attempt.chunks.tokens))
+        return ProgressStep(
+            decoded, prompt if self.generated else min(prompt, attempt.cached_tokens + attempt.chunks.tokens)
+        )
 
     def place(self) -> str:
         """Return where in its answer the sequence is, for messages."""

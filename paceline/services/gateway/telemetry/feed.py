@@ -18,7 +18,15 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.event_streams import event
 from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.telemetry.history import BIN_SECONDS, BINS, COLUMNS, Cell, Counters, History, Service
+from paceline.services.gateway.telemetry.history import (
+    BIN_SECONDS,
+    BINS,
+    COLUMNS,
+    Cell,
+    ConsoleHistory,
+    Counters,
+    Service,
+)
 from paceline.services.gateway.telemetry.snapshot import counters_of, describe_fleet, levels_of
 
 LIVE_SECONDS = 2.0
@@ -43,7 +51,7 @@ class Feed:
         about: facts that do not change, for the first event.
     """
 
-    def __init__(self, history: History, fleet: Fleet, runner: SequenceRunner, about: Json) -> None:
+    def __init__(self, history: ConsoleHistory, fleet: Fleet, runner: SequenceRunner, about: Json) -> None:
         self._history = history
         self._fleet = fleet
         self._runner = runner

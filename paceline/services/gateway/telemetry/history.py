@@ -79,7 +79,7 @@ class _Bin:
         self.seconds = 0.0
 
 
-class History:
+class ConsoleHistory:
     """The bins of the last hour. Rows that have changed are taken by `take_changed`."""
 
     def __init__(self) -> None:

@@ -19,11 +19,11 @@ from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
-from paceline.services.gateway.queueing.claim import Claim
+from paceline.services.gateway.queueing.claim import QueueClaim
 from paceline.services.gateway.sequences.repetition import REPETITION
 from paceline.services.gateway.sequences.runner import SequenceRunner
 from paceline.services.gateway.sequences.traces import SequenceTrace
-from paceline.services.gateway.telemetry.history import History
+from paceline.services.gateway.telemetry.history import ConsoleHistory
 from paceline.services.gateway.telemetry.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS
 
 _SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
@@ -54,7 +54,7 @@ class Metrics:
         classes: Iterable[str] = NO_CLASSES,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.history = History()
+        self.history = ConsoleHistory()
         """The last hour, for the console."""
         self._model = model
 
@@ -271,5 +271,5 @@ def add_queue_metrics(registry: CollectorRegistry, model: str, queue: AdmissionQ
         by_class.labels(model, name).set_function(partial(queue.count, partial(_has_class, name)))
 
 
-def _has_class(name: str, claim: Claim) -> bool:
+def _has_class(name: str, claim: QueueClaim) -> bool:
     return claim.request_class == name

@@ -19,7 +19,7 @@ from paceline.services.gateway.planning.cache_hints import (
 )
 from paceline.services.gateway.planning.chat_prompt import RenderedChat
 from paceline.services.gateway.planning.chat_schemas import CacheControl, ChatMessage, ToolDefinition
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.items import MediaItem
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, eventually
@@ -106,7 +106,7 @@ async def test_hosts_are_told_after_the_request(stack: Stack) -> None:
 def test_breakpoints_behind_media_count_their_tokens(media_tokenizer: Tokenizer, rest: str) -> None:
     item, marker = MediaItem("image", "data:,"), "<|image|>"
     own = MediaInput(MediaKind.IMAGE, 30, "uint8", (30, 1, 3), bytes(90))
-    media = {item: Expansion((BOI, Run.of(IMAGE, own), EOI))}
+    media = {item: Expansion((BOI, TokenRun.of(IMAGE, own), EOI))}
     chat = RenderedChat(f"a{marker}b{rest}", ["a", f"b{rest}"], [item], [marker])
     total = len(chat.encode(media, media_tokenizer, False).token_ids)
     marks = [TextMark(1, 300.0), TextMark(len(f"a{marker}b"), 300.0), TextMark(len(chat.text), 300.0)]

@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from paceline.core.errors import ModelError
 from paceline.core.media import MediaInput, MediaKind, MediaSpan
-from paceline.services.gateway.planning.media.expansion import Piece, Run
+from paceline.services.gateway.planning.media.expansion import Piece, TokenRun
 from paceline.services.gateway.planning.media.items import MediaTokens
 from paceline.services.gateway.planning.media_prompt import encode_prompt, media_tokens
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ def image(length: int) -> MediaInput:
 
 def test_each_input_gets_a_span_with_its_placeholders(media_tokenizer: Tokenizer) -> None:
     first, second = image(3), image(2)
-    pieces = ["a", "b", BOI, Run.of(IMAGE, first), EOI, "<|user|>", Run.of(IMAGE, second)]
+    pieces = ["a", "b", BOI, TokenRun.of(IMAGE, first), EOI, "<|user|>", TokenRun.of(IMAGE, second)]
     prompt = encode_prompt(pieces, media_tokenizer, False, "messages")
     assert prompt.token_ids == [97, 98, BOI, IMAGE, IMAGE, IMAGE, EOI, USER, IMAGE, IMAGE]
     assert prompt.media == (
@@ -76,7 +76,7 @@ def framing(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def test_special_tokens_stand_around_the_whole_prompt(framing: Tokenizer) -> None:
     own = image(1)
-    prompt = encode_prompt([Run.of(IMAGE, own), "a"], framing, True, "messages")
+    prompt = encode_prompt([TokenRun.of(IMAGE, own), "a"], framing, True, "messages")
     assert prompt.token_ids == [USER, IMAGE, 97, 256]
     assert prompt.media == (MediaSpan(1, 1, own.digest, MediaKind.IMAGE),)
     spelled = framing.encode("<|image|>", True)
@@ -139,7 +139,7 @@ def test_a_prompt_is_tokenized_as_one_text(family: tuple[Tokenizer, tokenizers.T
     for texts in (["a picture"], ["", " this"], ["USER: ", "\nWhat", "is", " of  dogs ", ""], ["", "", ""]):
         pieces: list[Piece] = [texts[0]]
         for text in texts[1:]:
-            pieces += [Run.of(image_token, image(3)), text]
+            pieces += [TokenRun.of(image_token, image(3)), text]
         whole = reference.encode("<image><image><image>".join(texts), add_special_tokens=True).ids
         assert encode_prompt(pieces, ours, True, "messages").token_ids == whole, texts
 

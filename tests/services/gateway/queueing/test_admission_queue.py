@@ -6,9 +6,9 @@ import time
 import pytest
 
 from paceline.core.errors import BusyError
-from paceline.services.gateway.http.refusals import RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
-from paceline.services.gateway.queueing.claim import Claim, Demand
+from paceline.services.gateway.queueing.claim import Demand, QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 
 
@@ -35,7 +35,7 @@ async def queue_up(line: AdmissionQueue, room: Room, *names: str, **kind: object
     tasks = []
     for name in names:
         length = len(line)
-        tasks.append(asyncio.create_task(line.admit(room.ask(name), Claim(**kind))))
+        tasks.append(asyncio.create_task(line.admit(room.ask(name), QueueClaim(**kind))))
         while len(line) == length:  # no signal tells that the request is in the queue
             await asyncio.sleep(0)
     return tasks
@@ -208,7 +208,7 @@ async def test_the_patient_are_not_refused_and_wait_behind_the_others() -> None:
     line, room = AdmissionQueue(1, 0.01), Room()
     waiting = asyncio.create_task(line.admit(room.ask("a")))
     await asyncio.sleep(0)
-    patient = asyncio.create_task(line.admit(room.ask("b"), Claim(patient=True)))
+    patient = asyncio.create_task(line.admit(room.ask("b"), QueueClaim(patient=True)))
     with pytest.raises(BusyError, match=r"within 0\.01 seconds"):
         await waiting
     await asyncio.sleep(0.02)
@@ -265,8 +265,8 @@ async def test_a_full_line_of_one_key_makes_place_for_another() -> None:
     refused: list[tuple[str, str]] = []
     line.on_refused = lambda request_class, reason: refused.append((request_class, reason))
     first, second = await queue_up(line, room, "a1", "a2", owner="a", request_class="flood")
-    other = asyncio.create_task(line.admit(room.ask("b"), Claim(owner="b")))
-    with pytest.raises(RefusedError, match="queue is full") as caught:
+    other = asyncio.create_task(line.admit(room.ask("b"), QueueClaim(owner="b")))
+    with pytest.raises(NoRoomError, match="queue is full") as caught:
         await second
     assert (caught.value.reason, refused) == ("queue_full", [("flood", "queue_full")])
     assert await serve_one_by_one(line, room, [first, other]) == ["a1", "b"]
@@ -275,10 +275,10 @@ async def test_a_full_line_of_one_key_makes_place_for_another() -> None:
 async def test_a_full_line_makes_place_for_the_more_urgent() -> None:
     line, room = AdmissionQueue(1, 60), Room()
     (later,) = await queue_up(line, room, "later", priority=1)
-    urgent = asyncio.create_task(line.admit(room.ask("urgent"), Claim(priority=-1)))
-    with pytest.raises(RefusedError, match="more urgent"):
+    urgent = asyncio.create_task(line.admit(room.ask("urgent"), QueueClaim(priority=-1)))
+    with pytest.raises(NoRoomError, match="more urgent"):
         await later
-    with pytest.raises(RefusedError, match="queue is full"):
+    with pytest.raises(NoRoomError, match="queue is full"):
         await line.admit(room.ask("too late"))
     assert await serve_one_by_one(line, room, [urgent]) == ["urgent"]
 
@@ -289,14 +289,14 @@ async def test_who_cannot_have_its_first_token_in_time_leaves_the_line() -> None
     def demand() -> Demand:
         return Demand(first_token_by=time.monotonic() + 0.02)
 
-    with pytest.raises(RefusedError, match="later than the objective") as caught:
-        await line.admit(room.ask("a"), Claim(measure=demand))
+    with pytest.raises(NoRoomError, match="later than the objective") as caught:
+        await line.admit(room.ask("a"), QueueClaim(measure=demand))
     assert (caught.value.reason, len(line)) == ("overload", 0)
 
 
 async def test_a_stranded_request_that_lost_its_worker_does_not_hold_up_others() -> None:
     line, room, gone = AdmissionQueue(8, 60), Room(), Room()
-    stranded = asyncio.create_task(line.admit(gone.ask("stranded"), Claim(first=True, is_stranded=lambda: True)))
+    stranded = asyncio.create_task(line.admit(gone.ask("stranded"), QueueClaim(first=True, is_stranded=lambda: True)))
     while not len(line):
         await asyncio.sleep(0)
     room.places = 1
@@ -323,7 +323,7 @@ class Feed:
             self.taken.append(tokens)
             return tokens
 
-        claim = Claim(measure=lambda: Demand(prompt_tokens=tokens))
+        claim = QueueClaim(measure=lambda: Demand(prompt_tokens=tokens))
         return asyncio.create_task(line.admit(attempt, claim))
 
 
@@ -364,7 +364,7 @@ async def test_somebody_looks_again_after_a_first_try_was_held_back_behind_other
         return HELD
 
     def send(attempt, tokens: int) -> asyncio.Task[object]:
-        return asyncio.create_task(line.admit(attempt, Claim(measure=lambda: Demand(prompt_tokens=tokens))))
+        return asyncio.create_task(line.admit(attempt, QueueClaim(measure=lambda: Demand(prompt_tokens=tokens))))
 
     tasks = [send(slow, 500)]
     await asyncio.sleep(0)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.queueing.fair_order import Entry, Expected, FairOrder
+from paceline.services.gateway.queueing.fair_order import Expected, FairOrder, WaitingEntry
 
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 works = st.integers(1, 100).map(float)
@@ -15,11 +15,11 @@ entries = st.tuples(st.sampled_from("abc"), st.integers(0, 1), works)
 steps = st.lists(st.one_of(entries, st.just("serve"), st.just("leave")), max_size=60)
 
 
-def entry(owner: str, priority: int, work: float) -> Entry:
-    return Entry(owner, WEIGHTS[owner], priority, work)
+def entry(owner: str, priority: int, work: float) -> WaitingEntry:
+    return WaitingEntry(owner, WEIGHTS[owner], priority, work)
 
 
-def serve_all(order: FairOrder[Entry]) -> list[Entry]:
+def serve_all(order: FairOrder[WaitingEntry]) -> list[WaitingEntry]:
     served = []
     while (head := order.first()) is not None:
         order.serve(head)
@@ -29,8 +29,8 @@ def serve_all(order: FairOrder[Entry]) -> list[Entry]:
 
 @given(steps)
 def test_nobody_is_lost_and_a_key_keeps_its_order(wanted: list[object]) -> None:
-    order: FairOrder[Entry] = FairOrder()
-    waiting: list[Entry] = []
+    order: FairOrder[WaitingEntry] = FairOrder()
+    waiting: list[WaitingEntry] = []
     for step in wanted:
         if isinstance(step, tuple):
             waiting.append(entry(*step))
@@ -54,7 +54,7 @@ def test_nobody_is_lost_and_a_key_keeps_its_order(wanted: list[object]) -> None:
 
 @given(st.lists(entries, min_size=1, max_size=60))
 def test_what_keys_get_differs_by_one_request_of_each(wanted: list[tuple[str, int, float]]) -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     for owner, _, work in wanted:
         order.add(entry(owner, 0, work))
     left = {owner: sum(each.owner == owner for each in order) for owner in WEIGHTS}
@@ -72,7 +72,7 @@ def test_what_keys_get_differs_by_one_request_of_each(wanted: list[tuple[str, in
 
 @given(st.lists(works, min_size=1, max_size=80), works)
 def test_a_key_that_floods_delays_others_by_one_request(flood: list[float], own: float) -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     for work in flood:
         order.add(entry("a", 0, work))
     half = len(flood) // 2
@@ -84,7 +84,7 @@ def test_a_key_that_floods_delays_others_by_one_request(flood: list[float], own:
 
 
 def test_a_key_that_leaves_without_service_owes_nothing() -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     order.add(entry("a", 0, 1))
     gone = [entry("b", 0, 100) for _ in range(9)]
     for each in gone:
@@ -97,7 +97,7 @@ def test_a_key_that_leaves_without_service_owes_nothing() -> None:
 
 
 def test_a_key_that_comes_back_does_not_forget_what_it_got() -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     for owner in "aac":
         order.add(entry(owner, 0, 10))
     order.serve(order.first() or entry("a", 0, 1))
@@ -110,7 +110,7 @@ def test_a_key_that_comes_back_does_not_forget_what_it_got() -> None:
 def test_the_work_ahead_is_known_up_to_a_request_of_each_key(
     wanted: list[tuple[str, int, float]], newcomer: tuple[str, int, float]
 ) -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     for each in wanted:
         order.add(entry(*each))
     new = entry(*newcomer)
@@ -123,7 +123,7 @@ def test_the_work_ahead_is_known_up_to_a_request_of_each_key(
 
 
 def test_expected_work_is_ahead_of_newcomers_of_its_key_only() -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     expected = {(0, "a"): Expected(100.0, 1.0)}
     assert order.ahead(entry("a", 0, 1), expected) == 100
     assert order.ahead(entry("b", 0, 1), expected) == 0
@@ -134,7 +134,7 @@ def test_expected_work_is_ahead_of_newcomers_of_its_key_only() -> None:
 def test_the_one_to_refuse_is_of_the_key_with_most_work_in_the_least_urgent_priority(
     wanted: list[tuple[str, int, float]],
 ) -> None:
-    order: FairOrder[Entry] = FairOrder()
+    order: FairOrder[WaitingEntry] = FairOrder()
     for each in wanted:
         order.add(entry(*each))
     last = order.last()

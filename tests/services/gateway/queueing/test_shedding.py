@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.services.gateway.http.refusals import RefusedError
+from paceline.services.gateway.http.refusals import NoRoomError
 from paceline.services.gateway.queueing.claim import Demand
-from paceline.services.gateway.queueing.fair_order import Entry, FairOrder
+from paceline.services.gateway.queueing.fair_order import FairOrder, WaitingEntry
 from paceline.services.gateway.queueing.shedding import LoadShedder
 
 RATE = 1000.0
@@ -20,7 +20,7 @@ TTFT = 2.0
 
 
 @dataclass(eq=False, kw_only=True)
-class Request(Entry):
+class Request(WaitingEntry):
     demand: Demand
     arrived: float
     gives_up: float = 0.0
@@ -81,7 +81,7 @@ class World:
             return
         try:
             self.shedder.check(self.order, request, request.demand, self.now)
-        except RefusedError as refusal:
+        except NoRoomError as refusal:
             self._refuse(request, refusal)
             return
         request.gives_up = self.now + self._limit(request).seconds
@@ -98,7 +98,7 @@ class World:
         self.shedder.first_tokens.note(self.free_at - at, request.demand.prompt_seconds, self.now)
         self.done[request.owner] = self.done.get(request.owner, 0.0) + request.work
 
-    def _refuse(self, request: Request, refusal: RefusedError) -> None:
+    def _refuse(self, request: Request, refusal: NoRoomError) -> None:
         self.refused += 1
         self.turned_away += request.came_back
         assert refusal.seconds >= 1
@@ -176,20 +176,20 @@ def test_urgent_requests_are_refused_last() -> None:
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
-    shedder, order = LoadShedder(60.0), FairOrder[Entry]()
+    shedder, order = LoadShedder(60.0), FairOrder[WaitingEntry]()
     demand = Demand(prompt_seconds=3.0, deadline=102.0)
-    with pytest.raises(RefusedError, match="the deadline of this request") as caught:
-        shedder.check(order, Entry(), demand, 100.0)
+    with pytest.raises(NoRoomError, match="the deadline of this request") as caught:
+        shedder.check(order, WaitingEntry(), demand, 100.0)
     assert caught.value.reason == "deadline"
-    shedder.check(order, Entry(), Demand(prompt_seconds=1.0, deadline=102.0), 100.0)
+    shedder.check(order, WaitingEntry(), Demand(prompt_seconds=1.0, deadline=102.0), 100.0)
 
 
 def test_without_an_objective_a_request_waits_whatever_the_forecast_says() -> None:
-    shedder, order = LoadShedder(60.0), FairOrder[Entry]()
-    order.add(Entry(work=1e6))
+    shedder, order = LoadShedder(60.0), FairOrder[WaitingEntry]()
+    order.add(WaitingEntry(work=1e6))
     shedder.rate.set_waiting(True, 0.0)
     for at in range(8):
         shedder.rate.admit(1.0, float(at))
-    with pytest.raises(RefusedError):
-        shedder.check(order, Entry(), Demand(first_token_by=50.0), 8.0)
-    shedder.check(order, Entry(), Demand(), 8.0)
+    with pytest.raises(NoRoomError):
+        shedder.check(order, WaitingEntry(), Demand(first_token_by=50.0), 8.0)
+    shedder.check(order, WaitingEntry(), Demand(), 8.0)

@@ -13,7 +13,7 @@ from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.common.block_stream import BlockBatch
 from paceline.services.gateway.routing import prefix_index
-from paceline.services.gateway.routing.prefix_index import HostBlocks, PrefixIndex
+from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 from tests.services.kvtransfer.kv_toolkit import DECODE, Desk, make_layout
 
 FULL = make_layout((16, 0))
@@ -26,8 +26,8 @@ def names(layout: KVLayout, tokens: list[int], salt: str = "") -> list[list[byte
     return [list(full_block_names(group, links, len(tokens))) for group in layout.groups]
 
 
-def blocks(layout: KVLayout, tokens: list[int], salt: str = "") -> HostBlocks:
-    return HostBlocks("p", 0, layout, names(layout, tokens, salt))
+def blocks(layout: KVLayout, tokens: list[int], salt: str = "") -> IndexedBlocks:
+    return IndexedBlocks("p", 0, layout, names(layout, tokens, salt))
 
 
 def stored(*digests: bytes, first: int = 0, pool: str = "p", host: str = "a") -> BlockBatch:
@@ -37,7 +37,7 @@ def stored(*digests: bytes, first: int = 0, pool: str = "p", host: str = "a") ->
 TOKENS = list(range(200))
 
 
-def cached_tokens(blocks: HostBlocks, context: Context | None = None) -> int:
+def cached_tokens(blocks: IndexedBlocks, context: Context | None = None) -> int:
     """Return what an index finds of a context on a host; by default of TOKENS."""
     index = PrefixIndex()
     index.replace("host", blocks)
@@ -71,16 +71,16 @@ def test_what_is_generated_is_found_too() -> None:
 
 def test_behind_a_window_only_what_can_be_seen_is_needed() -> None:
     full, windowed = names(MIXED, TOKENS[:128])
-    seen = HostBlocks("p", 0, MIXED, [full, windowed[-3:]])
+    seen = IndexedBlocks("p", 0, MIXED, [full, windowed[-3:]])
     assert cached_tokens(seen) == 128
-    assert cached_tokens(HostBlocks("p", 0, MIXED, [full, windowed[:-1]])) == 64
+    assert cached_tokens(IndexedBlocks("p", 0, MIXED, [full, windowed[:-1]])) == 64
 
 
 def test_events_are_followed_and_gaps_are_noticed() -> None:
     index = PrefixIndex()
     (chain,) = names(FULL, TOKENS)
     assert not index.apply(stored(chain[0]))  # this host has sent no list yet
-    index.replace("a", HostBlocks("p", 2, FULL, [chain[:2]]))
+    index.replace("a", IndexedBlocks("p", 2, FULL, [chain[:2]]))
     assert index.apply(stored(b"0" * 16, b"1" * 16, chain[2], first=0))  # two of the three events are old
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 48}
     assert index.apply(stored(chain[2], first=2))  # the same event again
@@ -103,7 +103,7 @@ def test_the_hosts_with_an_encoding_are_found() -> None:
         links = encoding_context(b"cat", 64, text, layout).links(layout.fingerprint)
         assert layout.encodings is not None
         (group,) = layout.encodings.groups
-        index.replace(host, HostBlocks("p", 0, layout, [[], full_block_names(group, links, rows)]))
+        index.replace(host, IndexedBlocks("p", 0, layout, [[], full_block_names(group, links, rows)]))
     index.replace("blind", blocks(FULL, TOKENS))
     assert index.encoding_hosts(b"cat", 40, salt) == ["a"]  # rounded up to two blocks
     assert index.encoding_hosts(b"cat", 32, salt) == ["a", "b"]
@@ -145,7 +145,7 @@ def test_hosts_come_change_and_go(steps: list[tuple[str, str, set[tuple[int, int
             for group, name in chosen:
                 sets[group].discard(name)
             truth[host] = layout, sets
-            index.replace(host, HostBlocks("p", 0, layout, [list(own) for own in sets]))
+            index.replace(host, IndexedBlocks("p", 0, layout, [list(own) for own in sets]))
         elif what == "leaves":
             truth.pop(host, None)
             index.forget(host)
@@ -163,11 +163,11 @@ def test_what_was_not_noted_of_a_full_host_is_not_found_at_another(monkeypatch: 
     monkeypatch.setattr(prefix_index, "_MOST_BLOCKS", 2)
     index = PrefixIndex()
     (chain,) = names(FULL, TOKENS)
-    index.replace("a", HostBlocks("p", 0, FULL, [[]]))
+    index.replace("a", IndexedBlocks("p", 0, FULL, [[]]))
     assert index.apply(stored(*chain[2:0:-1], chain[0]))
     assert index.cached_tokens(Context(TOKENS), 199) == {}
     index.forget("a")
-    index.replace("b", HostBlocks("p", 0, FULL, [chain[1:3]]))
+    index.replace("b", IndexedBlocks("p", 0, FULL, [chain[1:3]]))
     assert index.cached_tokens(Context(TOKENS), 199) == {}
 
 
@@ -184,7 +184,7 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
     contexts = [[family] * 16 * 12 for family in range(4)]
 
     def ask() -> None:
-        index.replace("a", HostBlocks("p", desk.ledger.event_count, layout, desk.ledger.reusable()))
+        index.replace("a", IndexedBlocks("p", desk.ledger.event_count, layout, desk.ledger.reusable()))
 
     ask()
     for number, (family, length, fate) in enumerate(steps):
@@ -209,7 +209,7 @@ def test_who_follows_knows_what_the_ledger_would_reuse(steps: list[tuple[int, in
         if known.next_event == desk.ledger.event_count:
             for tokens in contexts:
                 reusable = desk.ledger.reusable()
-                truth = cached_tokens(HostBlocks("p", 0, layout, reusable), Context(tokens))
+                truth = cached_tokens(IndexedBlocks("p", 0, layout, reusable), Context(tokens))
                 assert index.cached_tokens(Context(tokens), 1000).get("a", 0) == truth
 
 
@@ -222,14 +222,14 @@ def test_the_end_of_a_request_is_found_with_the_blocks_that_are_not_full() -> No
     for group, names_of_group in enumerate(names(desk.layout, TOKENS[:150])):
         desk.ledger.seal(DECODE, lease.key, group, 0, names_of_group, desk.now)
     desk.ledger.keep(DECODE, lease.key, tail, desk.now)
-    index.replace("a", HostBlocks("p", 0, desk.layout, desk.ledger.reusable()))
+    index.replace("a", IndexedBlocks("p", 0, desk.layout, desk.ledger.reusable()))
     assert index.ends(Context(TOKENS)) == [137]
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 137}
     assert index.cached_tokens(Context(TOKENS), 136) == {"a": 128}
     # Not a request that is equal up to the last link before it only.
     assert index.cached_tokens(Context([*TOKENS[:130], 7, *TOKENS]), 199) == {"a": 128}
     desk.ledger.reserve(DECODE, Key("next", 1, 1), Context(TOKENS).links("test"), 200, 199, desk.now, tails=[tail])
-    index.replace("a", HostBlocks("p", 0, desk.layout, desk.ledger.reusable()))
+    index.replace("a", IndexedBlocks("p", 0, desk.layout, desk.ledger.reusable()))
     assert index.cached_tokens(Context(TOKENS), 199) == {"a": 128}
 
 

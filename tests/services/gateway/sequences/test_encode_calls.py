@@ -17,7 +17,7 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import span_to_pb
 from paceline.services.gateway.routing.encode_router import EncodingIndex
 from paceline.services.gateway.routing.placements import PlacementLog
-from paceline.services.gateway.routing.prefix_index import HostBlocks, PrefixIndex
+from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 from paceline.services.gateway.sequences import encode_calls
 from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
@@ -267,7 +267,7 @@ async def test_a_host_that_has_an_encoding_gets_no_input(cluster: Cluster) -> No
     layout = make_layout((GroupShape("full", (0,), 1, 16, 0),), 2, "model", encoding_size=32)
     context = encoding_context(image(1).digest, ROWS, "", layout)
     prefixes, known = PrefixIndex(), [[], list(context.links(layout.fingerprint))]
-    prefixes.replace("host", HostBlocks("pool", 0, layout, known))
+    prefixes.replace("host", IndexedBlocks("pool", 0, layout, known))
     assert EncodingIndex(prefixes).hosts(MediaSpan(0, ROWS, image(1).digest, MediaKind.IMAGE), "") == {"host"}
     prefill.encodings.add(image(1).digest)
     assert len(await Request(runner_of(cluster, prefixes), [1]).task) == 9

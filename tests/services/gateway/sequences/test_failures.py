@@ -8,9 +8,9 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.sequences.failures import MOST_EXCUSED, Cause, Failure, Failures, Step
+from paceline.services.gateway.sequences.failures import MOST_EXCUSED, Cause, Failure, Failures, ProgressStep
 
-STEPS = st.builds(Step, st.integers(0, 3), st.integers(0, 3))
+STEPS = st.builds(ProgressStep, st.integers(0, 3), st.integers(0, 3))
 FAILURES = st.builds(Failure, STEPS, st.sampled_from(Cause), st.booleans(), st.booleans())
 HISTORIES = st.lists(FAILURES, max_size=12)
 
@@ -20,13 +20,13 @@ def after(*history: Failure) -> Failures:
 
 
 def ended(**fields: bool) -> Failure:
-    return Failure(Step(), Cause.WORKER_ENDED, **fields)
+    return Failure(ProgressStep(), Cause.WORKER_ENDED, **fields)
 
 
 def test_errors_of_a_worker_that_goes_on_count_at_one_step() -> None:
-    error = Failure(Step(4, 9), Cause.REQUEST)
+    error = Failure(ProgressStep(4, 9), Cause.REQUEST)
     assert after(error, error, error).count == 3
-    assert after(error, error, Failure(Step(5, 9), Cause.REQUEST)).count == 1
+    assert after(error, error, Failure(ProgressStep(5, 9), Cause.REQUEST)).count == 1
 
 
 def test_a_request_at_which_workers_end_while_others_go_on_is_the_reason() -> None:
@@ -35,7 +35,7 @@ def test_a_request_at_which_workers_end_while_others_go_on_is_the_reason() -> No
 
 def test_the_end_of_a_worker_elsewhere_clears_the_request() -> None:
     assert after(ended(), ended(), ended(others_ended=True)).count == 0
-    error = Failure(Step(), Cause.REQUEST)
+    error = Failure(ProgressStep(), Cause.REQUEST)
     assert after(error, ended(), ended(others_ended=True)).count == 1
 
 
@@ -47,11 +47,11 @@ def test_requests_that_end_their_workers_at_the_same_time_do_not_excuse_each_oth
     ends = [ended(others_ended=True, others_went_on=False)] * MOST_EXCUSED
     assert after(*ends).count == 0
     assert after(*ends, *ends[:3]).count == 3
-    assert after(*ends, Failure(Step(1), Cause.WORKER_ENDED, others_ended=True)).count == 0
+    assert after(*ends, Failure(ProgressStep(1), Cause.WORKER_ENDED, others_ended=True)).count == 0
 
 
 def test_progress_in_the_prompt_is_progress() -> None:
-    chunks = [Failure(Step(0, 512 * chunk), Cause.WORKER_ENDED) for chunk in range(1, 9)]
+    chunks = [Failure(ProgressStep(0, 512 * chunk), Cause.WORKER_ENDED) for chunk in range(1, 9)]
     assert after(*chunks).count == 1
 
 
@@ -59,7 +59,7 @@ def test_progress_in_the_prompt_is_progress() -> None:
 def test_nothing_counts_that_happened_elsewhere(history: list[Failure]) -> None:
     others = [failure for failure in history if failure.cause is not Cause.ELSEWHERE]
     steps = {failure.step for failure in history if failure.cause is Cause.ELSEWHERE}
-    if all(step == Step() for step in steps):
+    if all(step == ProgressStep() for step in steps):
         assert after(*history) == after(*others)
 
 

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.telemetry.history import BIN_SECONDS, BINS, COLUMNS, Counters, History, Levels
+from paceline.services.gateway.telemetry.history import BIN_SECONDS, BINS, COLUMNS, ConsoleHistory, Counters, Levels
 
 NOW = 100_000.0
 WORKER = ("decode-0", 1)
 
 
-def rows(history: History) -> dict[int, dict[str, Any]]:
+def rows(history: ConsoleHistory) -> dict[int, dict[str, Any]]:
     return {int(row[0] or 0): dict(zip(COLUMNS, row[1:], strict=True)) for row in history.rows()}
 
 
 def test_a_gap_counts_in_the_bin_of_its_end() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.observe(NOW, [NOW + 1, NOW + 2, NOW + 12], NOW + 12, has_failed=False)
     first, second = rows(history).values()
     assert (first["ended"], second["ended"]) == (0, 1)
@@ -29,7 +29,7 @@ def test_a_gap_counts_in_the_bin_of_its_end() -> None:
 
 
 def test_failures_are_counted_with_the_ended() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.observe(NOW, [], NOW, has_failed=True)
     history.observe(NOW, [], NOW, has_failed=False)
     (row,) = rows(history).values()
@@ -37,7 +37,7 @@ def test_failures_are_counted_with_the_ended() -> None:
 
 
 def test_rates_are_of_the_time_between_two_samples() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.sample(NOW, Levels(), {WORKER: Counters(generated_tokens=500, prompt_tokens=100, found_tokens=90)})
     later = Counters(generated_tokens=600, prompt_tokens=180, found_tokens=110, draft_tokens=8, accepted_tokens=2)
     history.sample(
@@ -51,7 +51,7 @@ def test_rates_are_of_the_time_between_two_samples() -> None:
 
 
 def test_a_worker_that_restarts_or_joins_counts_from_the_next_sample() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.sample(NOW, Levels(), {WORKER: Counters(generated_tokens=1000)})
     again, new = ("decode-0", 2), ("decode-1", 1)
     history.sample(NOW + 10, Levels(), {again: Counters(generated_tokens=50), new: Counters(generated_tokens=70)})
@@ -60,7 +60,7 @@ def test_a_worker_that_restarts_or_joins_counts_from_the_next_sample() -> None:
 
 
 def test_only_changed_rows_are_taken() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.sample(NOW, Levels(), {})
     assert len(history.take_changed()) == 1
     history.sample(NOW + 10, Levels(), {})
@@ -71,7 +71,7 @@ def test_only_changed_rows_are_taken() -> None:
 
 
 def test_latencies_are_of_the_last_seconds() -> None:
-    history = History()
+    history = ConsoleHistory()
     history.observe(NOW, [NOW + 4], NOW + 4, has_failed=False)
     history.observe(NOW + 600, [NOW + 601], NOW + 601, has_failed=False)
     recent, hour = (history.latencies(NOW + 602, seconds)["ttft"] for seconds in (300, 3600))
@@ -83,7 +83,7 @@ def test_latencies_are_of_the_last_seconds() -> None:
 
 @given(st.lists(st.floats(0, 20_000), max_size=60))
 def test_never_more_than_an_hour_is_kept(ends: list[float]) -> None:
-    history, now = History(), 0.0
+    history, now = ConsoleHistory(), 0.0
     for seconds in sorted(ends):
         now = NOW + seconds
         history.observe(now - 7200, [now - 5000, now - 4000, now - 1], now, has_failed=False)

@@ -17,9 +17,9 @@ from paceline.services.gateway.api.batches.batch import Batch, LineError, Status
 from paceline.services.gateway.api.batches.batch_store import BatchStore, LineAnswer
 from paceline.services.gateway.api.batches.file_store import CHUNK_BYTES, File, FileStore
 from paceline.services.gateway.api.batches.lines import (
-    Answer,
     InputCheck,
     Line,
+    LineReply,
     answer_line,
     error_line,
     read_line,
@@ -78,7 +78,7 @@ class BatchRun:
         limits: BatchLimits,
         gates: Collection[LineGate],
         gate_of: Callable[[Line], LineGate],
-        call: Callable[[str, Line, str], Coroutine[Any, Any, Answer]],
+        call: Callable[[str, Line, str], Coroutine[Any, Any, LineReply]],
     ) -> None:
         self.batch = batch
         self.is_cancelled = asyncio.Event()

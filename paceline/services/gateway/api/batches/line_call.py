@@ -8,11 +8,11 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from paceline.services.gateway.api.batches.lines import Answer, Line
+from paceline.services.gateway.api.batches.lines import Line, LineReply
 from paceline.services.gateway.http.access.callers import Caller
 
 
-async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> Answer:
+async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineReply:
     """Return the application's answer to a line. Cancelling the call ends the request.
 
     Args:
@@ -57,4 +57,4 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> Answe
     names = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in start["headers"]}
     told = await asyncio.to_thread(json.loads, b"".join(content) or b"null")
     error = scope["state"].get("error_type", "")
-    return Answer(start["status"], names.get(b"x-request-id", ""), told, float(names.get(b"retry-after", 0)), error)
+    return LineReply(start["status"], names.get(b"x-request-id", ""), told, float(names.get(b"retry-after", 0)), error)

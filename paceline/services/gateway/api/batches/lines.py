@@ -35,7 +35,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineReply:
     """The application's answer to a line."""
 
     status: int
@@ -163,7 +163,7 @@ class InputCheck:
             self.errors.append(LineError("empty_file", "the file has no lines"))
 
 
-def answer_line(custom_id: str, answer: Answer) -> str:
+def answer_line(custom_id: str, answer: LineReply) -> str:
     """Return the line of a file of answers for a line that the application answered."""
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
     return _line(custom_id, response, None)

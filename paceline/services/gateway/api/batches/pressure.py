@@ -20,7 +20,7 @@ BUSY_SECONDS = 1.0
 """Seconds between two lines that are opened while requests of clients run."""
 
 
-class Places(NamedTuple):
+class LinePlaces(NamedTuple):
     """The places of workers that lines may use."""
 
     most: int
@@ -29,19 +29,19 @@ class Places(NamedTuple):
     """Those that no sequence has, as far as is known."""
 
 
-def places_of(fleet: Iterable[Candidate]) -> Places:
+def places_of(fleet: Iterable[Candidate]) -> LinePlaces:
     """Return the places for sequences that need a decode worker, and a prefill worker if there is any."""
-    found: list[Places] = []
+    found: list[LinePlaces] = []
     for role in ("decode", "prefill"):
         ready = [each for each in fleet if each.member.role == role and each.member.state == "ready"]
         if ready:
             places = sum(each.member.max_seqs for each in ready)
             used = sum(each.member.load.running + each.member.load.waiting + each.unreported for each in ready)
             most = max(1, places - ceil(RESERVE * places))  # the only place is for both
-            found.append(Places(most, max(0, most - used)))
+            found.append(LinePlaces(most, max(0, most - used)))
         elif role == "decode":
-            return Places(0, 0)
-    return Places(min(each.most for each in found), min(each.free for each in found))
+            return LinePlaces(0, 0)
+    return LinePlaces(min(each.most for each in found), min(each.free for each in found))
 
 
 class LineGate:
@@ -62,7 +62,7 @@ class LineGate:
     def __init__(
         self,
         has_workers: Callable[[], bool],
-        places: Callable[[], Places],
+        places: Callable[[], LinePlaces],
         waiting: Callable[[], int],
         clients: Callable[[], int],
         clock: Callable[[], float],

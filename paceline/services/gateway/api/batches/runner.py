@@ -16,8 +16,8 @@ from paceline.services.gateway.api.batches.batch_run import BatchLimits, BatchRu
 from paceline.services.gateway.api.batches.batch_store import BatchStore, LeaseLostError, inputs
 from paceline.services.gateway.api.batches.file_store import FileStore
 from paceline.services.gateway.api.batches.line_call import call
-from paceline.services.gateway.api.batches.lines import Answer, Line
-from paceline.services.gateway.api.batches.pressure import LineGate, Places, places_of
+from paceline.services.gateway.api.batches.lines import Line, LineReply
+from paceline.services.gateway.api.batches.pressure import LineGate, LinePlaces, places_of
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.errors import ApiError
@@ -171,11 +171,11 @@ class BatchRunner:
         gates = list(self._gates.values())
         return next((gate for gate in gates if not gate.is_shut), gates[0])
 
-    async def _call(self, endpoint: str, line: Line, owner: str) -> Answer:
+    async def _call(self, endpoint: str, line: Line, owner: str) -> LineReply:
         caller = self._gateway.keys.caller(owner)
         if caller is None:
             refusal = ApiError(401, "the key of this batch is not accepted any more", code="invalid_api_key")
-            return Answer(refusal.status, "", refusal.body, error_type=refusal.body["error"]["type"])
+            return LineReply(refusal.status, "", refusal.body, error_type=refusal.body["error"]["type"])
         return await call(self._app, endpoint, line, caller)
 
 
@@ -189,8 +189,8 @@ def _gate(model: ModelFleet) -> LineGate:
     )
 
 
-def _places(model: ModelFleet) -> Places:
+def _places(model: ModelFleet) -> LinePlaces:
     """Return the places for lines. Without a worker, one line may wait, so that a planner starts one."""
     if model.fleet.may_be_empty and not model.fleet.has_decode_worker:
-        return Places(1, 1)
+        return LinePlaces(1, 1)
     return places_of(model.fleet.snapshot())

@@ -58,7 +58,7 @@ class LeaseKey(AnswerBody):
     generation: int
 
 
-class Lease(AnswerBody):
+class LeaseBody(AnswerBody):
     key: LeaseKey
     state: str
     owner: str
@@ -126,7 +126,7 @@ class HostLedger(FleetHost):
     adds_up: bool
     owners: list[OwnedBlocks]
     """Blocks that are held or in flight, by owner and state. Their sum is held + in_flight."""
-    leases: list[Lease]
+    leases: list[LeaseBody]
 
 
 class PlannedChange(AnswerBody):

@@ -39,7 +39,7 @@ async def generate(generation: Generation, builder: ResponseBuilder, tell: Calla
     tell(builder.end())
 
 
-class Run:
+class BackgroundRun:
     """One response that is being computed, and its events so far.
 
     The event with sequence number i is the one at index i.
@@ -97,7 +97,7 @@ class BackgroundRuns:
         self._store = store
         self._name = name
         self._tasks: dict[str, _Tasks] = {}
-        self._runs: OrderedDict[str, Run] = OrderedDict()
+        self._runs: OrderedDict[str, BackgroundRun] = OrderedDict()
         self._keeping_alive: asyncio.Task[None] | None = None
 
     async def start(
@@ -107,7 +107,7 @@ class BackgroundRuns:
         owner: str,
         items: list[Json],
         also: Callable[[Json], Check | None],
-    ) -> Run:
+    ) -> BackgroundRun:
         """Begin to compute a response, and return it. Raises StoreError if it cannot be kept.
 
         Args:
@@ -117,14 +117,14 @@ class BackgroundRuns:
         until = time.time() + LEASE_SECONDS
         previous = response["previous_response_id"] or ""
         await self._store.put(Record(builder.id, owner, previous, "in_progress", self._name, until, response, items))
-        run = self._runs[builder.id] = Run(builder)
+        run = self._runs[builder.id] = BackgroundRun(builder)
         generating = asyncio.create_task(generate(generation, builder, run.tell))
         self._tasks[builder.id] = _Tasks(generating, asyncio.create_task(self._keep(run, generating, also)))
         if self._keeping_alive is None:
             self._keeping_alive = asyncio.create_task(self._keep_alive())
         return run
 
-    def find(self, response_id: str) -> Run | None:
+    def find(self, response_id: str) -> BackgroundRun | None:
         """Return a run of this gateway, if its events are still kept."""
         return self._runs.get(response_id)
 
@@ -143,7 +143,9 @@ class BackgroundRuns:
             tasks.generating.cancel()
         await asyncio.gather(*(tasks.keeping for tasks in self._tasks.values()), return_exceptions=True)
 
-    async def _keep(self, run: Run, generating: asyncio.Task[None], also: Callable[[Json], Check | None]) -> None:
+    async def _keep(
+        self, run: BackgroundRun, generating: asyncio.Task[None], also: Callable[[Json], Check | None]
+    ) -> None:
         """Wait for the end of a run, and write its response."""
         builder = run.builder
         try:

@@ -12,9 +12,9 @@ from paceline.services.gateway.api.generation import Generation
 from paceline.services.gateway.api.responses.conversation import id_prefix
 from paceline.services.gateway.api.responses.output import (
     CustomCall,
-    FunctionCall,
-    Message,
     OutputItem,
+    ResponseFunctionCall,
+    ResponseMessage,
     Status,
     Thought,
 )
@@ -131,7 +131,7 @@ class ResponseBuilder:
             events = self._end_item("completed")
             # Clients expect something that they can show or do.
             if all(item["type"] == "reasoning" for item in self.response["output"]):
-                events += [*self._begin_item(Message, "message"), *self._end_item("completed")]
+                events += [*self._begin_item(ResponseMessage, "message"), *self._end_item("completed")]
             self.response |= {"status": "completed", "completed_at": int(time.time())}
         return self._numbered([*events, self._about_end(self.response["status"])])
 
@@ -157,8 +157,8 @@ class ResponseBuilder:
         events: list[Json] = []
         match part:
             case Content(text):
-                if not isinstance(self._item, Message):
-                    events += [*self._end_item("completed"), *self._begin_item(Message, "message")]
+                if not isinstance(self._item, ResponseMessage):
+                    events += [*self._end_item("completed"), *self._begin_item(ResponseMessage, "message")]
                 return events + self._grow(text)
             case Reasoning(text):
                 if not isinstance(self._item, Thought):
@@ -166,7 +166,7 @@ class ResponseBuilder:
                 return events + self._grow(text)
             case CallBegin(_, call_id, name):
                 tool = self._toolbox.client_name(name)
-                kind = FunctionCall if tool.kind == "function" else CustomCall
+                kind = ResponseFunctionCall if tool.kind == "function" else CustomCall
                 prefix = "function_call" if tool.kind == "function" else "custom_tool_call"
                 return [*self._end_item("completed"), *self._begin_item(kind, prefix, call_id, tool)]
             case CallArguments(_, text):
@@ -175,7 +175,7 @@ class ResponseBuilder:
     def _grow(self, text: str) -> list[Json]:
         assert self._item is not None
         logprobs: list[Json] = []
-        if self._logprobs is not None and isinstance(self._item, Message):
+        if self._logprobs is not None and isinstance(self._item, ResponseMessage):
             logprobs = self._logprobs.take(text, self._held)
         return self._item.add(text, logprobs)
 

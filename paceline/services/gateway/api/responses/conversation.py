@@ -71,7 +71,7 @@ def _joined(pieces: Sequence[Content]) -> Content:
     return written[0] if len(written) == 1 else "\n\n".join(map(text_of, written))
 
 
-class Item(Body):
+class ConversationItem(Body):
     """The base of items."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.api.responses.conversation import Item, Messages
+from paceline.services.gateway.api.responses.conversation import ConversationItem, Messages
 from paceline.services.gateway.api.responses.tool_items import (
     AgentCallItem,
     AgentOutputItem,
@@ -46,7 +46,7 @@ def _unseal(content: str) -> str:
         return ""
 
 
-class MessageItem(Item):
+class MessageItem(ConversationItem):
     """A message. `type` may be missing."""
 
     type: Literal["message"] = "message"
@@ -85,7 +85,7 @@ class ReasoningText(Body):
     text: str
 
 
-class ReasoningItem(Item):
+class ReasoningItem(ConversationItem):
     """Reasoning of the model. Its summary counts only if the reasoning itself is missing."""
 
     type: Literal["reasoning"]
@@ -99,7 +99,7 @@ class ReasoningItem(Item):
             messages.add_text("reasoning", text)
 
 
-class ReferenceItem(Item):
+class ReferenceItem(ConversationItem):
     """The id of an item of a stored response. Such items are replaced before messages are made."""
 
     type: Literal["item_reference"] = "item_reference"
@@ -109,7 +109,7 @@ class ReferenceItem(Item):
         raise AssertionError("references are resolved first")
 
 
-class OtherItem(Item):
+class OtherItem(ConversationItem):
     """An item of a tool that this server does not have, without content. The model does not see it."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
@@ -146,7 +146,7 @@ _CONTENT = frozenset({"content", "text", "image_url", "input_audio"})
 
 
 def _kind_of(data: Any) -> str:
-    if isinstance(data, Item):
+    if isinstance(data, ConversationItem):
         kind = str(getattr(data, "type", ""))
     elif not isinstance(data, dict):
         return "message"

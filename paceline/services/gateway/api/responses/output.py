@@ -71,7 +71,7 @@ class _TextItem(OutputItem):
         return {}
 
 
-class Message(_TextItem):
+class ResponseMessage(_TextItem):
     """A message of the model."""
 
     _texts = "output_text"
@@ -113,7 +113,7 @@ class Thought(_TextItem):
         return super().end(status)
 
 
-class FunctionCall(OutputItem):
+class ResponseFunctionCall(OutputItem):
     """A call of a function."""
 
     def __init__(self, item_id: str, index: int, call_id: str, name: ClientName) -> None:

@@ -13,7 +13,7 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.responses.conversation import Messages
 from paceline.services.gateway.api.responses.items import InputItem, MessageItem
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
-from paceline.services.gateway.api.responses.tool_items import McpCallItem, OutputItem
+from paceline.services.gateway.api.responses.tool_items import McpCallItem, ToolOutputItem
 from paceline.services.gateway.api.responses.tools import Toolbox
 from paceline.services.gateway.http.errors import ApiError, ContextLengthError
 from paceline.services.gateway.planning.chat_prompt import media_of
@@ -170,7 +170,7 @@ def _cuts(items: Sequence[InputItem]) -> list[_Cut]:
     their results, as long as the turns of agents are. No result stays without its call.
     """
     system = _system_items(items)
-    results = {item.call_id: index for index, item in enumerate(items) if isinstance(item, OutputItem)}
+    results = {item.call_id: index for index, item in enumerate(items) if isinstance(item, ToolOutputItem)}
     cuts = []
     asked: int | None = None
     last_result = -1  # of the calls so far
@@ -178,11 +178,11 @@ def _cuts(items: Sequence[InputItem]) -> list[_Cut]:
         if index > system and index > last_result:
             if _is_asked(item):
                 cuts.append(_Cut(index, None))
-            elif isinstance(items[index - 1], OutputItem | McpCallItem) and not isinstance(item, OutputItem):
+            elif isinstance(items[index - 1], ToolOutputItem | McpCallItem) and not isinstance(item, ToolOutputItem):
                 cuts.append(_Cut(index, asked))
         if _is_asked(item):
             asked = index
-        elif not isinstance(item, OutputItem):
+        elif not isinstance(item, ToolOutputItem):
             last_result = max(last_result, results.get(getattr(item, "call_id", ""), -1))
     return cuts
 

@@ -19,7 +19,7 @@ from paceline.services.gateway.api.chat_planning import plan_with_media
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.generation import Generation
 from paceline.services.gateway.api.respond import choose_id, start
-from paceline.services.gateway.api.responses.background import BackgroundRuns, Run, generate
+from paceline.services.gateway.api.responses.background import BackgroundRun, BackgroundRuns, generate
 from paceline.services.gateway.api.responses.bodies import (
     DeletedResponse,
     InputItems,
@@ -271,7 +271,7 @@ async def _whole(generation: Generation, builder: ResponseBuilder) -> Json:
     return builder.response
 
 
-def _follow(run: Run, first: int) -> Response:
+def _follow(run: BackgroundRun, first: int) -> Response:
     """Return the events of a response in the background, from an index on. It goes on if the client leaves."""
     return EventStreamResponse(run.read(first), lambda error: event(error.body, "error"))
 

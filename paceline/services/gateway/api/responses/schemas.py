@@ -92,7 +92,7 @@ Tool = Annotated[
 ]
 
 
-class NamedTool(EchoedBody):
+class NamedResponseTool(EchoedBody):
     """A choice of one tool. Without a name, it is a tool of OpenAI's servers."""
 
     type: str
@@ -105,7 +105,7 @@ class AllowedTools(EchoedBody):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: list[NamedTool]
+    tools: list[NamedResponseTool]
 
 
 def _kind_of_choice(data: Any) -> str:
@@ -118,7 +118,7 @@ def _kind_of_choice(data: Any) -> str:
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[AllowedTools, Tag("allowed")]
-    | Annotated[NamedTool, Tag("named")],
+    | Annotated[NamedResponseTool, Tag("named")],
     Discriminator(_kind_of_choice),
 ]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from paceline.services.gateway.api.responses.conversation import Item, Messages
+from paceline.services.gateway.api.responses.conversation import ConversationItem, Messages
 from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.chat_schemas import ContentPart, TextPart, kind_of_part
 from paceline.services.gateway.planning.media.parts import MediaPart
@@ -18,7 +18,7 @@ _KEEPING = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected
 """Fields that are not read here are stored, too."""
 
 
-class NamedCallItem(Item):
+class NamedCallItem(ConversationItem):
     """The base of calls of tools that the client has defined."""
 
     call_id: str
@@ -47,7 +47,7 @@ class CustomCallItem(NamedCallItem):
         messages.add_call(self.call_id, self.name, self.namespace, arguments)
 
 
-class AgentCallItem(Item):
+class AgentCallItem(ConversationItem):
     """A call of one of OpenAI's tools that run at the client: a computer, a shell or edits of files.
 
     Its result is an item of its own.
@@ -67,7 +67,7 @@ class AgentCallItem(Item):
         messages.add_call(self.call_id, name, None, json.dumps(arguments, ensure_ascii=False))
 
 
-class McpCallItem(Item):
+class McpCallItem(ConversationItem):
     """A call of a tool on an MCP server with what it returned."""
 
     model_config = _KEEPING
@@ -110,14 +110,14 @@ OutputPart = Annotated[
 ]
 
 
-class OutputItem(Item):
+class ToolOutputItem(ConversationItem):
     """The base of what tools returned."""
 
     call_id: str
     """The id of the call."""
 
 
-class CallOutputItem(OutputItem):
+class CallOutputItem(ToolOutputItem):
     """The result of a tool. It may be one image, such as a computer's screenshot."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
@@ -146,7 +146,7 @@ class CallOutputItem(OutputItem):
         return fields
 
 
-class AgentOutputItem(OutputItem):
+class AgentOutputItem(ToolOutputItem):
     """The result of one of OpenAI's tools: text, or the output and the end of each command of a shell."""
 
     model_config = _KEEPING

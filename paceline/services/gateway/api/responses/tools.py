@@ -16,7 +16,7 @@ from paceline.services.gateway.api.responses.schemas import (
     AllowedTools,
     CustomTool,
     FunctionTool,
-    NamedTool,
+    NamedResponseTool,
     NamespaceTool,
     ResponsesRequest,
     Tool,
@@ -90,13 +90,13 @@ class Toolbox:
         self._functions[function.name] = function
         self._names[function.name] = name
 
-    def _choose(self, choice: str | AllowedTools | NamedTool) -> ChatToolChoice | None:
+    def _choose(self, choice: str | AllowedTools | NamedResponseTool) -> ChatToolChoice | None:
         """Return the choice for a chat. A choice among some tools removes the others."""
         if isinstance(choice, AllowedTools):
             allowed = {self._find(tool, "tool_choice.tools") for tool in choice.tools if tool.name is not None}
             self._functions = {name: self._functions[name] for name in self._functions if name in allowed}
             choice = choice.mode
-        if isinstance(choice, NamedTool):
+        if isinstance(choice, NamedResponseTool):
             return ChatNamedTool(function=NamedFunction(name=self._find(choice, "tool_choice")))
         if choice == "required":
             if not self._functions:
@@ -107,7 +107,7 @@ class Toolbox:
             return None
         return "none" if choice == "none" else "auto"
 
-    def _find(self, tool: NamedTool, place: str) -> str:
+    def _find(self, tool: NamedResponseTool, place: str) -> str:
         if tool.name is None:
             raise InvalidRequestError(f"{place}: this server has no tool of type {tool.type!r}", place)
         name = joined_name(tool.name, tool.namespace)

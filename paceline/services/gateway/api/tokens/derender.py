@@ -26,10 +26,10 @@ from paceline.services.gateway.planning.token_schemas import (
     DerenderCompletionRequest,
     DerenderCompletionStream,
     DerenderStream,
+    GivenTokenLogprob,
+    GivenTokensChoice,
     StreamState,
-    TokenLogprob,
     TokensAnswer,
-    TokensChoice,
     TokensEvent,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -250,12 +250,12 @@ def _read(answers: Iterable[TokensAnswer], plan: Plan, tokenizer: Tokenizer) -> 
     ]
 
 
-def _tokens_of(choice: TokensChoice) -> list[Token]:
+def _tokens_of(choice: GivenTokensChoice) -> list[Token]:
     scores: Sequence[ChosenLogprob | None] = choice.scores or [None] * len(choice.token_ids)
     return [Token(token_id, _logprobs(score)) for token_id, score in zip(choice.token_ids, scores, strict=True)]
 
 
-def _read_choice(choice: TokensChoice, tokens: list[Token], reader: Choice, *, is_last: bool = True) -> Delta:
+def _read_choice(choice: GivenTokensChoice, tokens: list[Token], reader: Choice, *, is_last: bool = True) -> Delta:
     delta = Delta(0) if reader.has_ended else reader.take(Generated(tokens))
     assert delta is not None
     if is_last and not reader.has_ended:
@@ -269,7 +269,7 @@ def _read_choice(choice: TokensChoice, tokens: list[Token], reader: Choice, *, i
 def _logprobs(score: ChosenLogprob | None) -> tuple[Logprob, ...]:
     if score is None:
         return ()
-    entries: list[TokenLogprob] = [score, *score.top_logprobs]
+    entries: list[GivenTokenLogprob] = [score, *score.top_logprobs]
     return tuple(Logprob(entry.token_id, entry.logprob, entry.rank or 1) for entry in entries)
 
 

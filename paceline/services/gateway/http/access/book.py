@@ -12,7 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.request_classes import NO_CLASSES
 from paceline.services.common.secret import digest_of
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
-from paceline.services.gateway.http.access.keys import Key, check_classes, check_distinct, given_keys, read_keys
+from paceline.services.gateway.http.access.keys import ApiKey, check_classes, check_distinct, given_keys, read_keys
 
 LOOK_SECONDS = 1.0
 """Time between two looks whether the file of keys has changed, in seconds."""
@@ -45,7 +45,7 @@ class AccessBook:
         self._file = file
         self._classes = classes
         self._version = _version(file)
-        self._keys: dict[str, Key] = {}
+        self._keys: dict[str, ApiKey] = {}
         """The keys by their digests in hexadecimal."""
         self.has_clients = False
         """Whether clients need a key."""
@@ -53,14 +53,14 @@ class AccessBook:
         """Whether admins need a key."""
         self._load()
 
-    def find(self, secrets: Iterable[str]) -> Key | None:
+    def find(self, secrets: Iterable[str]) -> ApiKey | None:
         """Return the key that one of `secrets` is, an admin's if there are several; None if none is a key."""
         given = [digest_of(secret) for secret in secrets if secret]
         # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
         found = [key for digest in given for key in self._keys.values() if hmac.compare_digest(digest, key.digest)]
         return max(found, key=lambda key: key.role == "admin", default=None)
 
-    def key(self, owner: str) -> Key | None:
+    def key(self, owner: str) -> ApiKey | None:
         """Return the key whose digest is `owner`; None if it is not accepted any more."""
         return self._keys.get(owner)
 
@@ -96,7 +96,7 @@ class AccessBook:
         self.has_admins |= "admin" in roles
 
 
-def caller_with(key: Key) -> Caller:
+def caller_with(key: ApiKey) -> Caller:
     """Return the caller that has sent a key."""
     is_admin = key.role == "admin"
     return Caller(key.name, key.digest.hex(), is_admin, key.priority, key.request_class, key.share_cache)

@@ -36,7 +36,7 @@ Amount = Annotated[int, Field(ge=1, le=10**12)]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """The limits of one key; None is no limit."""
 
     requests_per_minute: int | None = None
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """A key, of which only the digest is known here."""
 
     name: str
@@ -55,7 +55,7 @@ class Key:
     """SHA-256 of the key."""
     role: Role = "client"
     priority: int = 0
-    limits: Limits = Limits()
+    limits: KeyLimits = KeyLimits()
     request_class: str = DEFAULT
     """Class of its requests, a name in `Classes`."""
     share_cache: str = ""
@@ -78,14 +78,14 @@ class _Entry(BaseModel):
     max_concurrent: Amount | None = None
 
 
-def given_keys(keys: Sequence[str], role: Role) -> list[Key]:
+def given_keys(keys: Sequence[str], role: Role) -> list[ApiKey]:
     """Return keys of the command line or the environment, which have no names of their own."""
     prefix = "key" if role == "client" else "admin"
     distinct = dict.fromkeys(keys)
-    return [Key(f"{prefix}-{number}", digest_of(key), role) for number, key in enumerate(distinct, 1)]
+    return [ApiKey(f"{prefix}-{number}", digest_of(key), role) for number, key in enumerate(distinct, 1)]
 
 
-def read_keys(file: str) -> list[Key]:
+def read_keys(file: str) -> list[ApiKey]:
     """Return the keys in a file, at least one. Raises ConfigError, whose text has no key.
 
     A file without a key is refused, because it would open the gateway to everybody while an editor writes the file.
@@ -100,7 +100,7 @@ def read_keys(file: str) -> list[Key]:
     return [_key(file, name, table) for name, table in tables.items()]
 
 
-def check_distinct(keys: Sequence[Key]) -> None:
+def check_distinct(keys: Sequence[ApiKey]) -> None:
     """Raise ConfigError if two keys have the same name, or are the same key."""
     names: set[str] = set()
     digests: dict[bytes, str] = {}
@@ -113,17 +113,17 @@ def check_distinct(keys: Sequence[Key]) -> None:
         digests[key.digest] = key.name
 
 
-def check_classes(keys: Sequence[Key], classes: Container[str]) -> None:
+def check_classes(keys: Sequence[ApiKey], classes: Container[str]) -> None:
     """Raise ConfigError if the class of a key does not exist."""
     for key in keys:
         if key.request_class not in classes:
             raise ConfigError(f"the key {key.name!r} has the class {key.request_class!r}, which --classes-file lacks")
 
 
-def _key(file: str, name: str, table: Any) -> Key:
+def _key(file: str, name: str, table: Any) -> ApiKey:
     entry = read_entry(_Entry, f"--api-keys-file {file}", name, table, "key", _ADVICE)
     if (entry.key is None) == (entry.sha256 is None):
         raise ConfigError(f"--api-keys-file {file}: [{name}] needs either key or sha256; {_ADVICE}")
     digest = digest_of(entry.key) if entry.key is not None else bytes.fromhex(entry.sha256 or "")
-    limits = Limits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
-    return Key(name, digest, entry.role, entry.priority, limits, entry.request_class, entry.share_cache or "")
+    limits = KeyLimits(entry.requests_per_minute, entry.tokens_per_minute, entry.max_concurrent)
+    return ApiKey(name, digest, entry.role, entry.priority, limits, entry.request_class, entry.share_cache or "")

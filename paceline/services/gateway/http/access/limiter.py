@@ -13,7 +13,7 @@ from paceline.core.request_classes import BACKGROUND
 from paceline.proto.fleet_pb2 import KeyUse
 from paceline.services.gateway.http.access.admission import Admission
 from paceline.services.gateway.http.access.book import AccessBook
-from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.meter import Meter
 from paceline.services.gateway.http.access.minute_limit import MINUTE, MinuteLimit, Part
 from paceline.services.gateway.http.access.shares import Use, parts_of
@@ -103,7 +103,7 @@ class Limiter:
     def _meter(self, owner: str) -> Meter | None:
         """Return the meter of a key; None if it has no limits."""
         key = self._book.key(owner)
-        if key is None or key.limits == Limits():
+        if key is None or key.limits == KeyLimits():
             return None
         meter = self._meters.get(owner)
         if meter is None:

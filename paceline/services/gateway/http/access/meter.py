@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.minute_limit import Charge, MinuteLimit, Part
 from paceline.services.gateway.http.access.shares import KeyParts
 from paceline.services.gateway.http.errors import ApiError
@@ -38,7 +38,7 @@ class Rate:
 class Meter:
     """The limits of one key, and what is used of them. All instants are those of one clock, in seconds."""
 
-    def __init__(self, name: str, limits: Limits, now: float) -> None:
+    def __init__(self, name: str, limits: KeyLimits, now: float) -> None:
         self.name = name
         self.on_refused: Callable[[], object] = lambda: None
         """Called when a request is refused."""
@@ -48,12 +48,12 @@ class Meter:
         self.parts = KeyParts()
         """The parts of the limits that this gateway may use."""
         self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
-        self.limits = Limits()
+        self.limits = KeyLimits()
         self._usual: float | None = None
         """Mean number of tokens in the latest answers; None if there was none."""
         self.set_limits(limits, now)
 
-    def set_limits(self, limits: Limits, now: float) -> None:
+    def set_limits(self, limits: KeyLimits, now: float) -> None:
         """Change the limits; what was used of them counts on."""
         if limits != self.limits:
             self.requests = _changed(self.requests, limits.requests_per_minute, now)

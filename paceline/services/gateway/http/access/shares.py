@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.minute_limit import Part
 
 LEFT = 0.02
@@ -47,7 +47,7 @@ class KeyParts:
     """Requests that may run here; None is no limit."""
 
 
-def parts_of(limits: Limits, own: str, uses: Mapping[str, Use | None], is_current: bool) -> KeyParts:
+def parts_of(limits: KeyLimits, own: str, uses: Mapping[str, Use | None], is_current: bool) -> KeyParts:
     """Return the parts of a key's limits for the gateway `own`.
 
     Args:

@@ -24,7 +24,7 @@ SPACE = r"[ \n\r\t]{0,8}"
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolSpelling:
     """A function that the model may call."""
 
     name: str
@@ -71,7 +71,7 @@ def without(*texts: str, pattern: str = ANY_TEXT) -> str:
     return f"/{pattern}/" + "".join(f" & ~/{ANY_TEXT}{regex(text)}{ANY_TEXT}/" for text in texts)
 
 
-def json_call(tool: Tool, name: str, arguments: str) -> str:
+def json_call(tool: ToolSpelling, name: str, arguments: str) -> str:
     """Return an expression for a call as a JSON object with these two members.
 
     Args:
@@ -98,7 +98,7 @@ def json_list(calls: str, parallel: bool) -> str:
     return f'"[" SPACE form_call {more} SPACE "]"\nform_call: {calls}'
 
 
-def schema(tool: Tool, notation: Notation = JSON) -> str:
+def schema(tool: ToolSpelling, notation: Notation = JSON) -> str:
     """Return an expression for a tool's arguments in a notation."""
     options = {**tool.parameters.get(OPTIONS, {}), **notation}
     parameters = {**tool.parameters, OPTIONS: options} if options else dict(tool.parameters)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from paceline.core.json_grammar.parameters import ANY_TYPES, ArgumentTypes
 from paceline.services.gateway.planning.answers.answer import Answer, new_call_id
-from paceline.services.gateway.planning.answers.expressions import JSON, Notation, Spelling, Tool
+from paceline.services.gateway.planning.answers.expressions import JSON, Notation, Spelling, ToolSpelling
 from paceline.services.gateway.planning.answers.reader import Reader, Steps
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningMarks:
     """The marks of a model's reasoning."""
 
     start: str
@@ -62,7 +62,7 @@ class ToolForm:
         return False
         yield
 
-    def argument_types(self, tools: Sequence[Tool]) -> Mapping[str, ArgumentTypes]:
+    def argument_types(self, tools: Sequence[ToolSpelling]) -> Mapping[str, ArgumentTypes]:
         """Return the types of each tool's arguments, by its name. Most forms need none: texts of values show them.
 
         To read them from a schema may take a second, so this is done before the answer, and not on the event loop.
@@ -92,7 +92,7 @@ class ToolForm:
         """Return the notation of a call's arguments."""
         return JSON
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
 
         The form's own rules may follow it, each in a line of its own.
@@ -115,13 +115,13 @@ class ChannelForm(ToolForm):
         between: the text between the end of a message and the header of the next one.
     """
 
-    thought: Thought
+    thought: ReasoningMarks
     between: str
 
     def rules(
         self,
         spelling: Spelling,
-        tools: Sequence[Tool],
+        tools: Sequence[ToolSpelling],
         *,
         may_call: bool,
         must_call: bool,

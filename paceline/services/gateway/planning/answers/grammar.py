@@ -9,8 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from paceline.services.gateway.planning.answers.expressions import ANY_TEXT, SPACE, Spelling, Tool, regex, without
-from paceline.services.gateway.planning.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.planning.answers.expressions import (
+    ANY_TEXT,
+    SPACE,
+    Spelling,
+    ToolSpelling,
+    regex,
+    without,
+)
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
 
 Choice = Literal["none", "auto", "required"]
 
@@ -18,11 +25,11 @@ Choice = Literal["none", "auto", "required"]
 def answer_grammar(
     spelling: Spelling,
     *,
-    thought: Thought | None,
+    thought: ReasoningMarks | None,
     is_open: bool,
     budget: int | None,
     form: ToolForm | None,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolSpelling],
     choice: Choice,
     parallel: bool,
     content: str | None,
@@ -67,7 +74,7 @@ def answer_grammar(
     return "\n".join([f"start: {start}", *rules, f"TEXT: {text}", f"SPACE: /{SPACE}/", ""])
 
 
-def _thinking(spelling: Spelling, thought: Thought, budget: int | None, triggers: Sequence[str]) -> list[str]:
+def _thinking(spelling: Spelling, thought: ReasoningMarks, budget: int | None, triggers: Sequence[str]) -> list[str]:
     """Return the rules for reasoning after its start, the marker at its end included.
 
     Args:
@@ -95,7 +102,7 @@ def _thinking(spelling: Spelling, thought: Thought, budget: int | None, triggers
 
 
 def _early_end(
-    spelling: Spelling, thought: Thought, budget: int | None, triggers: Sequence[str], may_call: bool
+    spelling: Spelling, thought: ReasoningMarks, budget: int | None, triggers: Sequence[str], may_call: bool
 ) -> list[str]:
     """Return the rules for reasoning that ends without its marker: with a call, or with the answer.
 
@@ -127,7 +134,7 @@ def _terminal(name: str, options: str, expression: str) -> tuple[str, str]:
 def _body(
     spelling: Spelling,
     form: ToolForm | None,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolSpelling],
     choice: Choice,
     parallel: bool,
     content: str | None,

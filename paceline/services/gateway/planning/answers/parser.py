@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from paceline.core.json_grammar.parameters import ArgumentTypes
 from paceline.services.gateway.planning.answers.answer import Answer, new_call_id
-from paceline.services.gateway.planning.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
 from paceline.services.gateway.planning.answers.parts import Part, join_parts
 from paceline.services.gateway.planning.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
@@ -16,7 +16,7 @@ _NO_TOOLS: Mapping[str, ArgumentTypes] = {}
 
 def read_answer(
     answer: Answer,
-    thought: Thought | None,
+    thought: ReasoningMarks | None,
     form: ToolForm | None,
     is_open: bool,
     tools: Mapping[str, ArgumentTypes] = _NO_TOOLS,
@@ -68,7 +68,7 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
         reader.restore()
 
 
-def _read_thought(answer: Answer, thought: Thought, form: ToolForm | None) -> Steps[None]:
+def _read_thought(answer: Answer, thought: ReasoningMarks, form: ToolForm | None) -> Steps[None]:
     """Read reasoning up to its end. A call ends it, too, and is read."""
     triggers = form.triggers if form is not None else ()
     end: str | None = thought.start

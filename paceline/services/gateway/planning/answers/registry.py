@@ -1,7 +1,7 @@
 """Forms by name, and the forms that fit a model's chat template.
 
 Other packages add forms by entry points of the groups `paceline.tool_forms` (subclasses of `ToolForm`) and
-`paceline.reasoning_forms` (instances of `Thought`).
+`paceline.reasoning_forms` (instances of `ReasoningMarks`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from paceline.core.errors import ConfigError
-from paceline.services.gateway.planning.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
 from paceline.services.gateway.planning.answers.forms.deepseek import DeepSeek, DeepSeekV3, DeepSeekV31
-from paceline.services.gateway.planning.answers.forms.gemma import FunctionGemma, Gemma4
+from paceline.services.gateway.planning.answers.forms.gemma import FunctionGemma, Gemma4Form
 from paceline.services.gateway.planning.answers.forms.granite import Granite
 from paceline.services.gateway.planning.answers.forms.harmony import Harmony
 from paceline.services.gateway.planning.answers.forms.hermes import Hermes
@@ -30,7 +30,7 @@ TOOL_FORMS: Mapping[str, type[ToolForm]] = {
     "deepseek_v3": DeepSeekV3,
     "deepseek_v31": DeepSeekV31,
     "functiongemma": FunctionGemma,
-    "gemma4": Gemma4,
+    "gemma4": Gemma4Form,
     "granite": Granite,
     "granite4": Hermes,
     "hermes": Hermes,
@@ -44,19 +44,19 @@ TOOL_FORMS: Mapping[str, type[ToolForm]] = {
     "qwen3_xml": Qwen3Coder,
 }
 
-_THINK = Thought("<think>", "</think>")
+_THINK = ReasoningMarks("<think>", "</think>")
 
-REASONING_FORMS: Mapping[str, Thought] = {
-    "deepseek_r1": Thought("<think>", "</think>", always_open=True),
+REASONING_FORMS: Mapping[str, ReasoningMarks] = {
+    "deepseek_r1": ReasoningMarks("<think>", "</think>", always_open=True),
     "deepseek_v3": _THINK,
-    "gemma4": Thought("<|channel>", "<channel|>", label="thought\n"),
+    "gemma4": ReasoningMarks("<|channel>", "<channel|>", label="thought\n"),
     "glm45": _THINK,
     "granite": _THINK,
-    "kimi_vl": Thought("◁think▷", "◁/think▷"),
-    "mistral": Thought("[THINK]", "[/THINK]"),
+    "kimi_vl": ReasoningMarks("◁think▷", "◁/think▷"),
+    "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "openai_gptoss": Harmony.thought,
     "qwen3": _THINK,
-    "seed_oss": Thought("<seed:think>", "</seed:think>"),
+    "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
     "think": _THINK,
 }
 
@@ -93,7 +93,7 @@ _TEMPLATE_REASONING = (
 class AnswerForms:
     """The forms in which a model writes."""
 
-    thought: Thought | None = None
+    thought: ReasoningMarks | None = None
     tools: ToolForm | None = None
     template_has_tools: bool = True
     """Whether the chat template shows tools to the model. If not, a system message does."""

@@ -48,14 +48,14 @@ class AnyText(_Form):
     """Texts that must not be in it."""
 
 
-class Pattern(_Form):
+class TagPattern(_Form):
     """Text that matches a regular expression."""
 
     type: Literal["regex"]
     pattern: str
 
 
-class Grammar(_Form):
+class TagGrammar(_Form):
     """Text that follows a grammar, GBNF or Lark."""
 
     type: Literal["grammar"]
@@ -128,8 +128,8 @@ Form = Annotated[
     ConstString
     | JsonSchema
     | AnyText
-    | Pattern
-    | Grammar
+    | TagPattern
+    | TagGrammar
     | Sequenced
     | OneOf
     | OptionalForm
@@ -216,9 +216,9 @@ class _Writer:
                 own = {} if schema is True else schema
                 check_options(own)
                 return self._checked(ConstraintKind.JSON_SCHEMA, json.dumps({**own, OPTIONS: self._options}))
-            case Pattern(pattern=pattern):
+            case TagPattern(pattern=pattern):
                 return self._checked(ConstraintKind.REGEX, pattern)
-            case Grammar(grammar=grammar):
+            case TagGrammar(grammar=grammar):
                 return self._checked(ConstraintKind.GRAMMAR, grammar)
         raise AssertionError(form)
 

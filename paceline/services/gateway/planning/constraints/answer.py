@@ -11,7 +11,7 @@ from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import OPTIONS, check_grammar, check_options, expression_of
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.planning.answer_format import SPACED
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling
 from paceline.services.gateway.planning.answers.form import ChannelForm
 from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.answers.registry import AnswerForms
@@ -63,7 +63,7 @@ def make_constraint(fields: ConstraintFields, writing: AnswerWriting) -> Constra
         is_open=fields.is_open,
         budget=fields.budget,
         form=form,
-        tools=[Tool(function.name, parameters) for (_, function), (parameters, _) in zip(functions, schemas)],
+        tools=[ToolSpelling(function.name, parameters) for (_, function), (parameters, _) in zip(functions, schemas)],
         choice=choice,
         parallel=fields.parallel_tool_calls,
         content=None if content is None else expression_of(content.kind, content.text),

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar_errors import TOO_DEEP
 from paceline.services.gateway.planning.answer_format import ContentFields
-from paceline.services.gateway.planning.answers.form import Thought
+from paceline.services.gateway.planning.answers.form import ReasoningMarks
 from paceline.services.gateway.planning.answers.registry import AnswerForms
 from paceline.services.gateway.planning.chat_schemas import Function, NamedTool, ToolChoice
 from paceline.services.gateway.planning.schemas import ChatRequest, GenerationRequest
@@ -147,7 +147,7 @@ def _fields(request: GenerationRequest, budget: int | None, **others: Any) -> Co
     return ConstraintFields.model_construct(**copied, allowed_token_ids=ids, budget=budget, **others)
 
 
-def begins_in_reasoning(request: ChatRequest, thought: Thought | None, prompt: str) -> bool:
+def begins_in_reasoning(request: ChatRequest, thought: ReasoningMarks | None, prompt: str) -> bool:
     """Return whether an answer begins within reasoning.
 
     Args:
@@ -176,13 +176,13 @@ def _budget_of(request: GenerationRequest, forms: AnswerForms) -> int | None:
     return budget
 
 
-def _begun(text: str, thought: Thought) -> str | None:
+def _begun(text: str, thought: ReasoningMarks) -> str | None:
     """Return the reasoning that a text ends with; None if there is none, or if it has ended."""
     _, found, begun = text.rpartition(thought.opening)
     return begun.strip() if found and thought.end not in begun else None
 
 
-def _spent(request: ChatRequest, tokenizer: Tokenizer, thought: Thought | None) -> int:
+def _spent(request: ChatRequest, tokenizer: Tokenizer, thought: ReasoningMarks | None) -> int:
     """Return the number of tokens of reasoning that the prompt ends with: those of a message that is continued."""
     if thought is None or not request.continue_final_message:
         return 0

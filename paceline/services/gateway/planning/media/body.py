@@ -58,7 +58,7 @@ class Pace:
         await asyncio.sleep(self.pause)
 
 
-class Body:
+class MediaBody:
     """A response's body as it arrives.
 
     Args:

@@ -13,7 +13,7 @@ from paceline.services.gateway.planning.media.items import MediaItem
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRun:
     """A run of placeholder tokens for one input of an encoder."""
 
     token_id: int
@@ -24,11 +24,11 @@ class Run:
     """As in `MediaSpan`."""
 
     @staticmethod
-    def of(token_id: int, own: MediaInput, grid: Grid | None = None) -> Run:
-        return Run(token_id, own, own.digest, grid)
+    def of(token_id: int, own: MediaInput, grid: Grid | None = None) -> TokenRun:
+        return TokenRun(token_id, own, own.digest, grid)
 
 
-Piece: TypeAlias = str | int | Run
+Piece: TypeAlias = str | int | TokenRun
 """A part of a prompt: a text, the id of a token, or placeholder tokens."""
 
 
@@ -41,17 +41,19 @@ class Expansion:
     @property
     def size(self) -> int:
         """Bytes of its inputs."""
-        return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, Run))
+        return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, TokenRun))
 
     @property
     def tokens(self) -> int:
         """Its placeholder tokens."""
-        return sum(piece.input.length for piece in self.pieces if isinstance(piece, Run))
+        return sum(piece.input.length for piece in self.pieces if isinstance(piece, TokenRun))
 
     @property
     def digest(self) -> str:
         """The digest of its inputs."""
-        return hashlib.sha256(b"".join(piece.digest for piece in self.pieces if isinstance(piece, Run))).hexdigest()
+        return hashlib.sha256(
+            b"".join(piece.digest for piece in self.pieces if isinstance(piece, TokenRun))
+        ).hexdigest()
 
 
 Expansions: TypeAlias = Mapping[MediaItem, Expansion]

@@ -23,8 +23,8 @@ import h11
 import paceline
 from paceline.core.machine import yield_to_others
 from paceline.services.gateway.http.errors import MediaError, UnreachableMediaError
-from paceline.services.gateway.planning.media.body import Body, Pace, Take
-from paceline.services.gateway.planning.media.guard import Guard, Target
+from paceline.services.gateway.planning.media.body import MediaBody, Pace, Take
+from paceline.services.gateway.planning.media.guard import MediaGuard, Target
 
 CONNECT_SECONDS = 5.0
 """Longest time to connect to a server, in seconds. Up to four addresses share it."""
@@ -74,7 +74,7 @@ class Fetcher:
         pace: slows down all files together.
     """
 
-    def __init__(self, guard: Guard, resolve: Resolver, max_bytes: int, pace: Pace | None = None) -> None:
+    def __init__(self, guard: MediaGuard, resolve: Resolver, max_bytes: int, pace: Pace | None = None) -> None:
         self.max_bytes = max_bytes
         self._unpackers = concurrent.futures.ThreadPoolExecutor(1, "unpack", yield_to_others)
         self._pace = pace or Pace()
@@ -166,7 +166,7 @@ class Fetcher:
             return _join(target, headers["location"])
         if response.status_code != 200:
             raise UnreachableMediaError(f"{target.host} answered with status {response.status_code}; check the URL")
-        body = Body(self.max_bytes, headers, take, self._unpackers, self._pace)
+        body = MediaBody(self.max_bytes, headers, take, self._unpackers, self._pace)
         while isinstance(event := await _next_event(connection, reader, self._pace), h11.Data):
             await body.add(event.data)
         return await body.end()

@@ -88,7 +88,7 @@ class Target:
         return f"{self.scheme}://{self.authority}{self.path}"
 
 
-class Guard:
+class MediaGuard:
     """Allows or refuses URLs and addresses.
 
     Args:

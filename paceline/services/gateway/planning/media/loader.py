@@ -21,11 +21,11 @@ from paceline.services.gateway.planning.media.answer import Facts
 from paceline.services.gateway.planning.media.body import Take
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
 from paceline.services.gateway.planning.media.fetch import Fetcher, Resolver, SystemResolver
-from paceline.services.gateway.planning.media.guard import Guard
+from paceline.services.gateway.planning.media.guard import MediaGuard
 from paceline.services.gateway.planning.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind
 from paceline.services.gateway.planning.media.metrics import MediaMetrics
 from paceline.services.gateway.planning.media.pool import DecodePool
-from paceline.services.gateway.planning.media.source import Sources
+from paceline.services.gateway.planning.media.source import MediaSources
 
 T = TypeVar("T")
 
@@ -68,9 +68,9 @@ class MediaService:
         folder = config.allowed_local_media_path
         if folder and not Path(folder).is_dir():
             raise ConfigError(f"--allowed-local-media-path {folder} is not a folder")
-        guard = Guard(config.allowed_media_domains, config.allow_private_media)
+        guard = MediaGuard(config.allowed_media_domains, config.allow_private_media)
         self._fetcher = Fetcher(guard, resolve or SystemResolver(self._threads), parse_bytes(config.max_media_size))
-        self._sources = Sources(self._fetcher, self._threads, folder)
+        self._sources = MediaSources(self._fetcher, self._threads, folder)
         self.memory = MemoryBudget(parse_bytes(config.media_memory), config.media_processes)
         self.pool = DecodePool(config, self.memory)
 

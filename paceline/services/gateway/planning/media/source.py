@@ -25,7 +25,7 @@ _JPEG_FRAMES = ("data:video/jpeg;", "data:video/jpg;")
 """Beginnings of a video that is sent as vLLM allows it: as JPEG files with commas between them."""
 
 
-class Sources:
+class MediaSources:
     """Reads items from all sources.
 
     Args:

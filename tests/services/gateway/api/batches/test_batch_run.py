@@ -18,8 +18,8 @@ from paceline.services.gateway.api.batches.batch import Batch
 from paceline.services.gateway.api.batches.batch_run import BatchLimits, BatchRun
 from paceline.services.gateway.api.batches.batch_store import BatchStore, LeaseLostError
 from paceline.services.gateway.api.batches.file_store import File, FileStore
-from paceline.services.gateway.api.batches.lines import Answer, Line
-from paceline.services.gateway.api.batches.pressure import LineGate, Places
+from paceline.services.gateway.api.batches.lines import Line, LineReply
+from paceline.services.gateway.api.batches.pressure import LineGate, LinePlaces
 from paceline.services.gateway.store.database import Execute, open_database
 from paceline.services.gateway.store.store import Store
 
@@ -57,7 +57,7 @@ class Gateway(NamedTuple):
 
     async def work(self) -> None:
         """Claim the batch and run it. Another gateway may have taken or completed it meanwhile."""
-        gate = LineGate(lambda: True, lambda: Places(9, 9), lambda: 0, lambda: 0, time.monotonic)
+        gate = LineGate(lambda: True, lambda: LinePlaces(9, 9), lambda: 0, lambda: 0, time.monotonic)
         limits = BatchLimits(100, 10_000, 3600.0)
         for claimed in await self.batches.claim(self.name, LATER, 1, 1, []):
             run = BatchRun(
@@ -73,9 +73,9 @@ class Gateway(NamedTuple):
             with contextlib.suppress(LeaseLostError, BaseExceptionGroup):
                 await run.run()
 
-    async def answer(self, endpoint: str, line: Line, owner: str) -> Answer:
+    async def answer(self, endpoint: str, line: Line, owner: str) -> LineReply:
         # Gateways give different answers, so that a file with lines of both would be noticed if it had one line twice.
-        return Answer(400 if line.number == 2 else 200, self.name, {"by": self.name})
+        return LineReply(400 if line.number == 2 else 200, self.name, {"by": self.name})
 
     async def lose_lease(self) -> None:
         """Let the lease end, as it does if the gateway stalls for longer than it lasts."""

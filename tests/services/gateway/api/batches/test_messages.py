@@ -16,7 +16,7 @@ from anthropic.types.messages import MessageBatch
 from paceline.services.gateway.api.batches import messages
 from paceline.services.gateway.api.batches.batch import Batch, Status
 from paceline.services.gateway.api.batches.file_store import File, FileStore, MissingFileError
-from paceline.services.gateway.api.batches.lines import Answer, answer_line
+from paceline.services.gateway.api.batches.lines import LineReply, answer_line
 from paceline.services.gateway.api.batches.messages import _results, result_of, shown
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
@@ -235,7 +235,7 @@ async def test_results_that_are_deleted_while_they_are_read_are_not_whole(tmp_pa
     file = File("file-1", "me", "batch_output", "out.jsonl", 0, 0.0, time.time() + 60)
     await files.begin(file)
     for number, name in enumerate("ab"):
-        await files.append(file, number, f"{answer_line(name, Answer(200, 'r', {}))}\n".encode())
+        await files.append(file, number, f"{answer_line(name, LineReply(200, 'r', {}))}\n".encode())
     await files.finish(file)
     about: Json = {"endpoint": "/v1/messages", "input_file_id": "in", "completion_window": "24h", "created": 0.0}
     done = Batch(id="b", owner="me", expires=0.0, status="completed", total=2, output_file_id=file.id, **about)

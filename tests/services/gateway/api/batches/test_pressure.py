@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member, Role, State
-from paceline.services.gateway.api.batches.pressure import BUSY_SECONDS, LineGate, Places, places_of
+from paceline.services.gateway.api.batches.pressure import BUSY_SECONDS, LineGate, LinePlaces, places_of
 from paceline.services.gateway.routing.candidates import Candidate
 
 
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self) -> None:
         self.has_workers = True
-        self.places = Places(100, 100)
+        self.places = LinePlaces(100, 100)
         self.waiting = self.clients = 0
         self.now = 0.0
         self.gate = LineGate(
@@ -50,7 +50,7 @@ async def settle() -> None:
 
 async def test_lines_fill_free_places_and_no_more() -> None:
     world = World()
-    world.places = Places(6, 3)
+    world.places = LinePlaces(6, 3)
     lines = [world.add() for _ in range(10)]
     await settle()
     assert world.begun <= 6
@@ -128,12 +128,12 @@ def test_a_part_of_the_places_stays_free_for_clients(fleet: list[Candidate]) -> 
 
 
 def test_workers_with_one_place_take_lines() -> None:
-    assert places_of([candidate("decode", 1, 0, True), candidate("prefill", 1, 0, True)]) == Places(1, 1)
+    assert places_of([candidate("decode", 1, 0, True), candidate("prefill", 1, 0, True)]) == LinePlaces(1, 1)
 
 
 async def test_the_gate_is_shut_while_its_only_line_waits_for_a_worker() -> None:
     world = World()
-    world.has_workers, world.places = False, Places(1, 1)
+    world.has_workers, world.places = False, LinePlaces(1, 1)
     seen = [world.gate.is_shut]
     line = world.add()
     await settle()
@@ -147,12 +147,12 @@ async def test_the_gate_is_shut_while_its_only_line_waits_for_a_worker() -> None
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_line_that_is_given_up_leaves_no_place_taken(first: bool) -> None:
     world = World()
-    world.places = Places(0, 0)
+    world.places = LinePlaces(0, 0)
     line = world.add(first)
     await settle()
     line.cancel()
     await asyncio.gather(line, return_exceptions=True)
-    world.places = Places(1, 1)
+    world.places = LinePlaces(1, 1)
     world.go_on.set()
     assert await world.add() == "done"
     assert len(world.gate) == 0
@@ -160,11 +160,11 @@ async def test_a_line_that_is_given_up_leaves_no_place_taken(first: bool) -> Non
 
 async def test_the_gate_may_open_while_a_line_is_given_up() -> None:
     world = World()
-    world.places = Places(0, 0)
+    world.places = LinePlaces(0, 0)
     given_up, other = world.add(), world.add()
     await settle()
     given_up.cancel()
-    world.places = Places(1, 1)
+    world.places = LinePlaces(1, 1)
     world.gate.open()  # before the line has noticed its end
     world.go_on.set()
     assert await other == "done"

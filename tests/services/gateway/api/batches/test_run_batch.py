@@ -15,7 +15,7 @@ import pytest
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.run_batch import Output, run_batch
+from paceline.run_batch import OutputFile, run_batch
 from paceline.services.gateway.api.batches import routes
 from tests.services.gateway.api.batches.conftest import StartBatches, line
 from tests.services.gateway.conftest import Stack, eventually
@@ -116,7 +116,7 @@ def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
     real, link = tmp_path / "real" / "out.jsonl", tmp_path / "link"
     link.symlink_to(real)
     for lines in ([b"a"], [b"b", b"c"]):
-        Output(link).write(lines)
+        OutputFile(link).write(lines)
         assert link.is_symlink()
         assert real.read_bytes().splitlines() == lines
         real.chmod(0o600)
@@ -136,7 +136,7 @@ def test_answers_are_on_the_disk_before_the_server_deletes_them(
 
     target.write_bytes(b"old")
     monkeypatch.setattr(os, "fsync", sync)
-    Output(target).write([b"new"])
+    OutputFile(target).write([b"new"])
     (new, before), (folder, after) = synced
     assert (new.parent, folder) == (tmp_path, tmp_path)
     assert (before, after) == (b"old", b"new\n")
@@ -144,12 +144,12 @@ def test_answers_are_on_the_disk_before_the_server_deletes_them(
 
 def test_only_its_owner_reads_a_new_output(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
-    Output(target).write([b"secret"])
+    OutputFile(target).write([b"secret"])
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     target.chmod(0o644)  # who has made the file decides
-    Output(target).write([b"more"])
+    OutputFile(target).write([b"more"])
     assert (stat.S_IMODE(target.stat().st_mode), target.read_bytes()) == (0o644, b"more\n")
-    output = Output(target)
+    output = OutputFile(target)
     target.unlink()  # while the batch runs
     output.write([b"again"])
     assert (stat.S_IMODE(target.stat().st_mode), target.read_bytes()) == (0o644, b"again\n")
@@ -168,13 +168,16 @@ def test_what_another_user_has_put_beside_the_output_is_not_used(tmp_path: Path,
             beside.chmod(0o777)
         case _:
             beside.touch()
-    with pytest.raises(ConfigError, match="remove it, or give another output"), Output(tmp_path / "out.jsonl").store():
+    with (
+        pytest.raises(ConfigError, match="remove it, or give another output"),
+        OutputFile(tmp_path / "out.jsonl").store(),
+    ):
         pass
     assert not list(other.iterdir())
 
 
 def test_the_store_beside_the_output_is_private_and_stays_until_the_answers_are_written(tmp_path: Path) -> None:
-    output = Output(tmp_path / "out.jsonl")
+    output = OutputFile(tmp_path / "out.jsonl")
     kept = tmp_path / ".out.jsonl.paceline" / "store.db"
 
     def fail() -> None:
@@ -196,7 +199,7 @@ def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
     link.symlink_to(pipe)
     with open(os.open(pipe, os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as reader:
         for target in (pipe, link):
-            Output(target).write([b"a", b"b"])
+            OutputFile(target).write([b"a", b"b"])
             assert reader.read(100) == b"a\nb\n"
     assert (pipe.is_fifo(), link.is_symlink()) == (True, True)
 
@@ -223,7 +226,7 @@ def test_an_output_that_cannot_be_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for target in (tmp_path, tmp_path / "loop", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match="cannot write"):
-            Output(target)
+            OutputFile(target)
 
 
 @pytest.mark.parametrize("how", ["same", "symbolic", "hard"])

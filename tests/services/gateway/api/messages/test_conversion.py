@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.messages.conversion import chat_fields, chat_request
 from paceline.services.gateway.api.messages.schemas import CountRequest, MessagesRequest
-from paceline.services.gateway.planning.answers.form import Thought
+from paceline.services.gateway.planning.answers.form import ReasoningMarks
 from paceline.services.gateway.planning.answers.registry import AnswerForms
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0.abc; cc_entrypoint=cli; cch=00000;"
@@ -132,7 +132,7 @@ def test_a_conversation_that_ends_with_calls_cannot_be_continued() -> None:
 )
 def test_budgets_are_for_models_that_reason(thinking: Any, budget: int | None) -> None:
     body = MessagesRequest.model_validate({"messages": [USER], "max_tokens": 9, "thinking": thinking})
-    reasons = AnswerForms(thought=Thought("<think>", "</think>"))
+    reasons = AnswerForms(thought=ReasoningMarks("<think>", "</think>"))
     assert chat_request(body, reasons).thinking_token_budget == budget
     assert chat_request(body, AnswerForms()).thinking_token_budget is None
 

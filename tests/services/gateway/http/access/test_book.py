@@ -15,7 +15,7 @@ from paceline.services.common.secret import new_key
 from paceline.services.gateway.http.access import book as book_module
 from paceline.services.gateway.http.access.book import AccessBook
 from paceline.services.gateway.http.access.callers import Caller
-from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.keys import KeyLimits
 from tests.services.gateway.conftest import eventually
 
 CLEAR = "the-key-of-alice"
@@ -74,7 +74,7 @@ def test_a_file_names_keys_with_roles_and_limits(tmp_path: Path) -> None:
     keys = AccessBook(["one"], file=written(tmp_path, text))
     alice = keys.key(digest(CLEAR))
     assert alice is not None
-    assert alice.limits == Limits(60, 1000, 8)
+    assert alice.limits == KeyLimits(60, 1000, 8)
     assert keys.caller(digest(CLEAR)) == Caller("alice", digest(CLEAR), False, 10, "background")
     assert keys.caller(digest("root")) == Caller("ops", digest("root"), True)
     assert keys.caller(digest("one")) == Caller("key-1", digest("one"), False)

@@ -7,23 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.proto.fleet_pb2 import KeyUse
-from paceline.services.gateway.http.access.keys import Limits
+from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.shares import LEFT, KeyParts, parts_of, shares_of
 
-LIMITS = Limits(100, 1000, 10)
+LIMITS = KeyLimits(100, 1000, 10)
 counts = st.integers(0, 1000)
 wishes = st.floats(0, 1000)
 uses = st.builds(KeyUse, requests=counts, tokens=counts, wanted_requests=wishes, wanted_running=wishes)
 gateways = st.dictionaries(st.sampled_from("abcdef"), uses | st.none(), min_size=1)
 
 
-def all_parts(told: dict[str, KeyUse | None], is_current: bool = True, limits: Limits = LIMITS) -> dict[str, KeyParts]:
+def all_parts(
+    told: dict[str, KeyUse | None], is_current: bool = True, limits: KeyLimits = LIMITS
+) -> dict[str, KeyParts]:
     return {name: parts_of(limits, name, dict(told), is_current) for name in told}
 
 
 @given(gateways, st.booleans(), st.integers(1, 100))
 def test_all_shares_are_the_whole(told: dict[str, KeyUse | None], is_current: bool, most: int) -> None:
-    parts = all_parts(told, is_current, Limits(100, 1000, most)).values()
+    parts = all_parts(told, is_current, KeyLimits(100, 1000, most)).values()
     assert sum(each.requests.share for each in parts) == pytest.approx(1)
     assert sum(each.tokens.share for each in parts) == pytest.approx(1)
     assert sum(each.places or 0 for each in parts) == most
@@ -62,4 +64,4 @@ def test_without_news_all_share_equally() -> None:
 def test_a_gateway_that_is_not_listed_yet_counts_itself() -> None:
     assert parts_of(LIMITS, "new", {}, True).requests.share == 1.0
     assert parts_of(LIMITS, "new", {"old": None}, True).requests.share == 0.5
-    assert parts_of(Limits(), "new", {}, True).places is None
+    assert parts_of(KeyLimits(), "new", {}, True).places is None

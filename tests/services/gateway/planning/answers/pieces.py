@@ -8,8 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.expressions import Tool
-from paceline.services.gateway.planning.answers.form import Thought, ToolForm
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.form import ReasoningMarks, ToolForm
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.planning.answers.parts import Part, join_parts
 
@@ -47,10 +47,10 @@ def cut_at(text: str, places: Sequence[int]) -> list[str]:
 def parse(
     pieces: Sequence[str],
     form: ToolForm | None = None,
-    thought: Thought | None = None,
+    thought: ReasoningMarks | None = None,
     *,
     is_open: bool = False,
-    tools: Sequence[Tool] = (),
+    tools: Sequence[ToolSpelling] = (),
     is_cut_off: bool = False,
     follows: str = "",
 ) -> list[Part]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.expressions import Tool
-from paceline.services.gateway.planning.answers.form import ChannelForm, Thought, ToolForm
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
 from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.answers.parts import (
     CallArguments,
@@ -36,7 +36,7 @@ few = settings(max_examples=settings().max_examples // 2)
 """For cases in which a grammar is compiled."""
 
 TOOLS = (
-    Tool(
+    ToolSpelling(
         "find",
         {
             "type": "object",
@@ -56,7 +56,7 @@ TOOLS = (
             },
         },
     ),
-    Tool("stop", {"type": "object"}),
+    ToolSpelling("stop", {"type": "object"}),
 )
 RIGHT: list[Calls] = [
     [("find", {"count": 3})],
@@ -93,9 +93,9 @@ def exact(arguments: str) -> Any:
     return json.loads(arguments, parse_int=str, parse_float=str)
 
 
-def tools_for(calls: Calls) -> list[Tool]:
+def tools_for(calls: Calls) -> list[ToolSpelling]:
     """Return tools that allow these calls; of several calls with one name, the last one."""
-    return [Tool(name, schema_of(arguments)) for name, arguments in dict(calls).items()]
+    return [ToolSpelling(name, schema_of(arguments)) for name, arguments in dict(calls).items()]
 
 
 def schema_of(value: Any) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def without_ids(parts: list[Part]) -> list[Part]:
     return [CallBegin(part.index, "id", part.name) if isinstance(part, CallBegin) else part for part in parts]
 
 
-def thought_of(form: ToolForm) -> Thought:
+def thought_of(form: ToolForm) -> ReasoningMarks:
     return form.thought if isinstance(form, ChannelForm) else THINK
 
 
@@ -205,7 +205,7 @@ def test_an_answer_may_be_cut_off_anywhere(places: list[int], calls: Calls, plac
 
 @given(PLACES, st.lists(st.integers(0, 999), max_size=16))
 def test_no_answer_leaks_a_marker_or_depends_on_its_cuts(places: list[int], choices: list[int]) -> None:
-    tools = [Tool("f", {})]
+    tools = [ToolSpelling("f", {})]
     for form in FORMS:
         vocabulary, markers = vocabulary_of(form), markers_of(form)
         text = "".join(vocabulary[choice % len(vocabulary)] for choice in choices)
@@ -224,7 +224,7 @@ def test_what_cannot_be_read_as_a_call_is_content_however_it_is_cut(places: list
     assume("name" not in unreadable or "so" not in unreadable)  # a call has begun with its name
     for form in FORMS:
         for trigger in () if isinstance(form, ChannelForm) else ("", *form.triggers):
-            parts = parse(cut_at(trigger + unreadable, places), form, THINK, tools=[Tool("f", {})])
+            parts = parse(cut_at(trigger + unreadable, places), form, THINK, tools=[ToolSpelling("f", {})])
             assert parts == [Content(unreadable)], form.name
 
 
@@ -249,7 +249,7 @@ every_vocabulary = pytest.mark.parametrize(
 def grammar(
     vocabulary: Vocabulary,
     form: ToolForm,
-    tools: Sequence[Tool],
+    tools: Sequence[ToolSpelling],
     choice: Choice,
     parallel: bool = True,
     content: str | None = None,

@@ -9,17 +9,17 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.services.gateway.planning.answers.expressions import Tool
-from paceline.services.gateway.planning.answers.form import Thought
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.form import ReasoningMarks
 from paceline.services.gateway.planning.answers.forms.hermes import Hermes
 from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.planning.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import END, write_toy_model
 
-THINK = Thought("<think>", "</think>")
+THINK = ReasoningMarks("<think>", "</think>")
 TOOLS = (
-    Tool(
+    ToolSpelling(
         "find",
         {
             "type": "object",
@@ -29,7 +29,7 @@ TOOLS = (
             "$defs": {"count": {"type": "integer"}},
         },
     ),
-    Tool("stop", {"type": "object"}),
+    ToolSpelling("stop", {"type": "object"}),
 )
 CALL = '<tool_call>\n{"name": "find", "arguments": {"count": 12}}\n</tool_call>'
 WRONG_CALLS = (
@@ -44,7 +44,7 @@ def answer(
     choice: Choice = "auto",
     *,
     parallel: bool = True,
-    thought: Thought | None = None,
+    thought: ReasoningMarks | None = None,
     is_open: bool = False,
     budget: int | None = None,
     content: str | None = None,
@@ -137,7 +137,7 @@ def test_the_arguments_of_a_call_may_come_before_its_name(vocabulary: Vocabulary
 
 
 def test_the_end_of_a_call_may_stand_in_a_text_if_other_tokens_spell_it(vocabulary: Vocabulary) -> None:
-    tools = [Tool("say", {"type": "object", "properties": {"text": {"type": "string"}}})]
+    tools = [ToolSpelling("say", {"type": "object", "properties": {"text": {"type": "string"}}})]
     grammar = answer_grammar(
         vocabulary.spelling,
         thought=None,

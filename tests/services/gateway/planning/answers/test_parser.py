@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.form import Thought
+from paceline.services.gateway.planning.answers.form import ReasoningMarks
 from paceline.services.gateway.planning.answers.forms.hermes import Hermes
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.planning.answers.parts import (
@@ -25,7 +25,7 @@ from paceline.services.gateway.planning.answers.parts import (
 from paceline.services.gateway.planning.answers.reader import Steps
 from tests.services.gateway.planning.answers.pieces import CALLS, TEXT, cut, parse
 
-THINK = Thought("<think>", "</think>")
+THINK = ReasoningMarks("<think>", "</think>")
 MARKERS = (THINK.start, THINK.end, *Hermes.markers)
 WORDS = st.sampled_from([*MARKERS, "<", "</", "tool_call>", "{", '"name"', ":", "x", " ", "\n", "[", "]"])
 CALL = '<tool_call>{"name": "f", "arguments": {}}'

@@ -17,7 +17,7 @@ from paceline.core.errors import BusyError
 from paceline.services.gateway.http.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.planning.media.body import PIECE_COST, UNPACKED_BYTES, Pace
 from paceline.services.gateway.planning.media.fetch import Fetcher, Resolver
-from paceline.services.gateway.planning.media.guard import Address, Guard
+from paceline.services.gateway.planning.media.guard import Address, MediaGuard
 from tests.services.gateway.conftest import eventually
 from tests.services.gateway.planning.media.hostile_server import (
     BROKEN,
@@ -51,8 +51,8 @@ def local() -> Names:
     return Names(["127.0.0.1"])
 
 
-def fetcher(guard: Guard | None = None, resolve: Resolver | None = None) -> Fetcher:
-    return Fetcher(guard or Guard(allow_private=True), resolve or local(), MAX_BYTES)
+def fetcher(guard: MediaGuard | None = None, resolve: Resolver | None = None) -> Fetcher:
+    return Fetcher(guard or MediaGuard(allow_private=True), resolve or local(), MAX_BYTES)
 
 
 def count_nothing(count: int) -> None:
@@ -125,7 +125,7 @@ async def test_unpacks_a_large_file_in_small_parts() -> None:
     page = answer(response(gzip.compress(file), Content_Encoding="gzip"))
     async with serve({"/": page}) as server:
         taken: list[int] = []
-        own = Fetcher(Guard(allow_private=True), local(), len(file))
+        own = Fetcher(MediaGuard(allow_private=True), local(), len(file))
         assert await own.fetch(server.url(), 20.0, taken.append) == file
         own.close()
     assert max(taken) == UNPACKED_BYTES
@@ -150,7 +150,7 @@ class NotedPace(Pace):
 @pytest.mark.parametrize("is_packed", [False, True])
 async def test_files_have_one_pace_that_counts_what_comes_and_what_is_unpacked(is_packed: bool) -> None:
     pace, packed = NotedPace(), gzip.compress(FILE)
-    own = Fetcher(Guard(allow_private=True), local(), MAX_BYTES, pace)
+    own = Fetcher(MediaGuard(allow_private=True), local(), MAX_BYTES, pace)
     sent = response(packed, Content_Encoding="gzip") if is_packed else response(FILE)
     async with serve({"/": answer(sent)}) as server:
         for _ in range(2):
@@ -226,11 +226,11 @@ async def by_itself(host: str, /) -> Sequence[str]:
 @pytest.mark.parametrize("url", FORBIDDEN)
 async def test_refuses_private_server(url: str) -> None:
     with pytest.raises(MediaError) as caught:
-        await fetch(url, fetcher(Guard(), by_itself))
+        await fetch(url, fetcher(MediaGuard(), by_itself))
     assert caught.value.status == 400
 
 
-class OneAddress(Guard):
+class OneAddress(MediaGuard):
     """A guard that allows 127.0.0.1, as if it were public, and no other address."""
 
     def __init__(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.http.errors import MediaError
-from paceline.services.gateway.planning.media.guard import Guard, parse_url
+from paceline.services.gateway.planning.media.guard import MediaGuard, parse_url
 
 PUBLIC = ["1.1.1.1", "93.184.216.34", "172.15.255.255", "172.32.0.1", "223.255.255.255", "2606:4700::1111", "2a00::1"]
 PRIVATE = ["10.1.2.3", "127.0.0.1", "127.255.0.1", "172.16.0.1", "192.168.1.1", "100.64.0.1", "::1", "fd00::1"]
@@ -47,19 +47,19 @@ NEVER = [
 
 @pytest.mark.parametrize("text", PUBLIC)
 def test_allows_public_address(text: str) -> None:
-    assert Guard().allows(ipaddress.ip_address(text))
+    assert MediaGuard().allows(ipaddress.ip_address(text))
 
 
 @pytest.mark.parametrize("text", PRIVATE)
 def test_allows_private_address_only_if_told(text: str) -> None:
-    assert not Guard().allows(ipaddress.ip_address(text))
-    assert Guard(allow_private=True).allows(ipaddress.ip_address(text))
+    assert not MediaGuard().allows(ipaddress.ip_address(text))
+    assert MediaGuard(allow_private=True).allows(ipaddress.ip_address(text))
 
 
 @pytest.mark.parametrize("text", NEVER)
 def test_never_allows_special_address(text: str) -> None:
-    assert not Guard().allows(ipaddress.ip_address(text))
-    assert not Guard(allow_private=True).allows(ipaddress.ip_address(text))
+    assert not MediaGuard().allows(ipaddress.ip_address(text))
+    assert not MediaGuard(allow_private=True).allows(ipaddress.ip_address(text))
 
 
 @given(st.ip_addresses())
@@ -67,7 +67,7 @@ def test_allows_no_address_that_python_knows_to_be_special(
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> None:
     special = address.is_private or address.is_multicast or address.is_reserved or address.is_link_local
-    assert not (special and Guard().allows(address))
+    assert not (special and MediaGuard().allows(address))
 
 
 def test_reads_url() -> None:
@@ -139,12 +139,12 @@ def test_never_fails_otherwise(url: str) -> None:
 @pytest.mark.parametrize("port", [1, 22, 25, 6379, 8000, 65535])
 def test_refuses_port(port: int) -> None:
     with pytest.raises(MediaError, match=f"port {port}"):
-        Guard().check_url(f"http://example.com:{port}/")
-    assert Guard(allow_private=True).check_url(f"http://example.com:{port}/").port == port
+        MediaGuard().check_url(f"http://example.com:{port}/")
+    assert MediaGuard(allow_private=True).check_url(f"http://example.com:{port}/").port == port
 
 
 def test_allows_listed_names_only() -> None:
-    guard = Guard(" Example.com, .cdn.example.org ")
+    guard = MediaGuard(" Example.com, .cdn.example.org ")
     for host in ("example.com", "EXAMPLE.COM", "example.com.", "a.cdn.example.org", "a.b.cdn.example.org"):
         guard.check_url(f"http://{host}/")
     for host in ("www.example.com", "example.com.evil.net", "cdn.example.org", "evilcdn.example.org", "1.1.1.1"):

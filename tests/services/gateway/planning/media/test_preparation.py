@@ -15,7 +15,7 @@ from paceline.core.errors import BusyError, ConfigError, InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.http.errors import MediaError
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.planning.media.expansion import Expansions, Run
+from paceline.services.gateway.planning.media.expansion import Expansions, TokenRun
 from paceline.services.gateway.planning.media.items import MediaItem
 from paceline.services.gateway.planning.media.loader import MediaService
 from paceline.services.gateway.planning.media.preparation import MediaPreparer
@@ -68,8 +68,8 @@ async def prepare(
         return media
 
 
-def runs(media: Expansions, item: MediaItem) -> list[Run]:
-    return [piece for piece in media[item].pieces if isinstance(piece, Run)]
+def runs(media: Expansions, item: MediaItem) -> list[TokenRun]:
+    return [piece for piece in media[item].pieces if isinstance(piece, TokenRun)]
 
 
 async def test_all_kinds_of_media_become_inputs(preparer: MediaPreparer, processor: Processor) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.core.media import MediaKind, MediaSpan
-from paceline.services.gateway.planning.media.expansion import Run
+from paceline.services.gateway.planning.media.expansion import TokenRun
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.services.gateway.conftest import Stack, StartStack
 from tests.services.gateway.planning.media.samples import data_url, image_file, picture, video_file
@@ -56,7 +56,7 @@ async def test_an_image_reaches_the_workers_with_its_grid(seeing: Stack, vision_
     processor = read_processor(vision_model)
     assert processor is not None
     run = processor.with_options({"min_pixels": 1}).image(np.asarray(PICTURE)).pieces[1]
-    assert isinstance(run, Run)
+    assert isinstance(run, TokenRun)
     # What a user writes is text, whatever it spells, and moves no span.
     spelled = "".join(VISION_TOKENS)
     parts = (text(spelled), IMAGE_PART, text("<|vision_start|><|image"), text("_pad|><|vision_end|>"))

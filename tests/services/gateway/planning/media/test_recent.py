@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 from paceline.core.media import MediaInput, MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.recent import RecentMedia
 
 
 def expansion(size: int) -> Expansion:
-    return Expansion((Run.of(1, MediaInput(MediaKind.IMAGE, 1, "uint8", (size,), bytes(size))),))
+    return Expansion((TokenRun.of(1, MediaInput(MediaKind.IMAGE, 1, "uint8", (size,), bytes(size))),))
 
 
 def test_the_ones_used_longest_ago_make_room() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from paceline.core.media import MediaSpan
 from paceline.proto import common_pb2
 from paceline.services.common.wire import spans_from_pb
-from paceline.services.gateway.planning.media.expansion import Run
+from paceline.services.gateway.planning.media.expansion import TokenRun
 from paceline.services.gateway.planning.media.processors.base import Processor
 from tests.services.gateway.conftest import PATIENCE, Stack, StartStack
 from tests.services.gateway.toy_model import BOI, EOI, IMAGE, USER
@@ -48,10 +48,10 @@ async def seeing(start_stack: StartStack, media_model: Path) -> Stack:
 
 
 @pytest.fixture
-def picture(processor: Processor) -> Run:
+def picture(processor: Processor) -> TokenRun:
     """What stands for PIXELS in a prompt."""
     run = processor.with_options({"max_soft_tokens": 70}).image(PIXELS).pieces[1]
-    assert isinstance(run, Run)
+    assert isinstance(run, TokenRun)
     return run
 
 
@@ -70,7 +70,7 @@ async def chat(stack: Stack, *content: Any, **body: Any) -> Any:
     return await stack.post("/v1/chat/completions", messages=messages, max_tokens=2, **{**SMALL, **body})
 
 
-async def test_an_image_of_a_chat_reaches_the_workers(seeing: Stack, picture: Run) -> None:
+async def test_an_image_of_a_chat_reaches_the_workers(seeing: Stack, picture: TokenRun) -> None:
     length = picture.input.length
     # What a user writes is text, whatever it spells, and moves no span.
     answer = await chat(seeing, text("<|image|>"), PART, text("<|ima"), text("ge|>"))
@@ -85,7 +85,7 @@ async def test_an_image_of_a_chat_reaches_the_workers(seeing: Stack, picture: Ru
     assert usage["prompt_tokens_details"]["image_tokens"] == length
 
 
-async def test_a_later_request_names_an_image_by_its_uuid(seeing: Stack, picture: Run) -> None:
+async def test_a_later_request_names_an_image_by_its_uuid(seeing: Stack, picture: TokenRun) -> None:
     named = {"type": "image_url", "image_url": None, "uuid": "cat"}
     unknown = await chat(seeing, named)
     assert unknown.status_code == 400
@@ -111,7 +111,7 @@ async def test_routes_that_count_tokens_count_those_of_images(seeing: Stack) -> 
     assert answer.json()["input_tokens"] == counted["count"]
 
 
-async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: Run) -> None:
+async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: TokenRun) -> None:
     block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
     call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": [text("seen"), block]}
@@ -132,7 +132,7 @@ async def test_images_in_results_of_tools_follow_them(seeing: Stack, picture: Ru
 
 @pytest.mark.parametrize("kind", ["computer_call", "function_call"])
 async def test_a_screenshot_is_seen_and_kept_as_it_was_sent(
-    start_stack: StartStack, media_model: Path, picture: Run, tmp_path: Path, kind: str
+    start_stack: StartStack, media_model: Path, picture: TokenRun, tmp_path: Path, kind: str
 ) -> None:
     stack = await start_stack(model=str(media_model), store=str(tmp_path / "responses.db"))
     call: Json = {"type": kind, "call_id": "a"}
@@ -151,7 +151,7 @@ async def test_a_screenshot_is_seen_and_kept_as_it_was_sent(
 
 
 async def test_a_conversation_of_responses_keeps_its_images(
-    start_stack: StartStack, media_model: Path, picture: Run, tmp_path: Path
+    start_stack: StartStack, media_model: Path, picture: TokenRun, tmp_path: Path
 ) -> None:
     stack = await start_stack(model=str(media_model), store=str(tmp_path / "responses.db"))
     common = {"max_output_tokens": 2, **SMALL}
@@ -188,7 +188,7 @@ async def test_a_stored_uuid_keeps_its_meaning(start_stack: StartStack, media_mo
     assert "means another image now" in refused.json()["error"]["message"]
 
 
-async def test_truncation_keeps_the_newest_images(seeing: Stack, picture: Run) -> None:
+async def test_truncation_keeps_the_newest_images(seeing: Stack, picture: TokenRun) -> None:
     looks = [
         {"type": kind, "call_id": str(index), **fields}
         for index, url in enumerate(["http://127.0.0.1:1/a.png", "http://127.0.0.1:1/b.png", URL, URL])
@@ -312,7 +312,7 @@ async def test_inputs_of_running_requests_count_as_memory_of_media(start_stack: 
 
 
 async def test_an_input_counts_once_however_often_it_appears_and_until_the_request_ends(
-    start_stack: StartStack, media_model: Path, picture: Run
+    start_stack: StartStack, media_model: Path, picture: TokenRun
 ) -> None:
     size = len(picture.input.data)
     # A request may use half of the memory, and an item half of that.

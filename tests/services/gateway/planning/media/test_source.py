@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from paceline.services.gateway.http.errors import MediaError, UnreachableMediaError
 from paceline.services.gateway.planning.media.fetch import Fetcher, SystemResolver
-from paceline.services.gateway.planning.media.guard import Guard
+from paceline.services.gateway.planning.media.guard import MediaGuard
 from paceline.services.gateway.planning.media.items import JPEG
-from paceline.services.gateway.planning.media.source import Sources, read_data_url
+from paceline.services.gateway.planning.media.source import MediaSources, read_data_url
 
 MAX_BYTES = 1 << 20
 
@@ -41,9 +41,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def read(url: str, threads: concurrent.futures.Executor, folder: Path | str, seconds: float = 20.0) -> bytes:
-    fetcher = Fetcher(Guard(), SystemResolver(threads), MAX_BYTES)
+    fetcher = Fetcher(MediaGuard(), SystemResolver(threads), MAX_BYTES)
     taken: list[int] = []
-    data = await Sources(fetcher, threads, str(folder)).read(url, seconds, taken.append)
+    data = await MediaSources(fetcher, threads, str(folder)).read(url, seconds, taken.append)
     assert sum(taken) == len(data)
     return bytes(data)
 

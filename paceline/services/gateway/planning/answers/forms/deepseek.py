@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, schema
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.reader import FormError, Steps
 
@@ -56,7 +56,7 @@ class DeepSeek(ToolForm):
         written = (f"{_CALL_BEGIN}{before}{name}{between}{text}{after}{_CALL_END}" for name, text in calls)
         return f"{_BEGIN}{''.join(written)}{_END}"
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         calls = (
             f"{spelling.literal(before + tool.name + between)} {schema(tool)} {spelling.literal(after + _CALL_END)}"
             for before, between, after in self.shapes

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from paceline.core.json_grammar.parameters import PYTHON_WORDS, type_of_text
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, Tool, escaped, schema
+from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, ToolSpelling, escaped, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.reader import FormError, Reader, Sink, Steps
 
@@ -56,7 +56,7 @@ class FunctionGemma(ToolForm):
         token = spelling.literal(self.quote) if spelling.is_token(self.quote) else ""
         return {"notation": ["gemma", self.quote, token]}
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         notation = self.notation(spelling)
         calls = " | ".join(f"{spelling.literal(f'call:{tool.name}')} {schema(tool, notation)}" for tool in tools)
         return f"({calls}) {spelling.literal(self.end)}"
@@ -137,7 +137,7 @@ class FunctionGemma(ToolForm):
         return True
 
 
-class Gemma4(FunctionGemma):
+class Gemma4Form(FunctionGemma):
     """See the module."""
 
     name = "gemma4"

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, json_call, json_list
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, json_call, json_list
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.json_calls import read_calls
 from paceline.services.gateway.planning.answers.reader import Steps
@@ -33,7 +33,7 @@ class Granite(ToolForm):
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         return self.trigger + write_list(calls)
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         return "SPACE " + json_list(" | ".join(json_call(tool, "name", "arguments") for tool in tools), parallel)
 
 

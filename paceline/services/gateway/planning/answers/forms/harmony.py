@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, schema
-from paceline.services.gateway.planning.answers.form import ChannelForm, Thought
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, schema
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks
 from paceline.services.gateway.planning.answers.reader import Steps
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -29,7 +29,7 @@ class Harmony(ChannelForm):
 
     name = "openai"
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-    thought = Thought("<|channel|>analysis<|message|>", "<|end|>")
+    thought = ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>")
     between = "<|start|>assistant"
 
     def read(self, answer: Answer) -> Steps[None]:
@@ -49,7 +49,7 @@ class Harmony(ChannelForm):
     def rules(
         self,
         spelling: Spelling,
-        tools: Sequence[Tool],
+        tools: Sequence[ToolSpelling],
         *,
         may_call: bool,
         must_call: bool,
@@ -67,7 +67,7 @@ class Harmony(ChannelForm):
         before = f"(({' | '.join(earlier)}) {spelling.literal(f'<|end|>{self.between}')})* " if earlier else ""
         return [f"body: {before}({' | '.join(last)})"]
 
-    def _call(self, spelling: Spelling, tool: Tool) -> str:
+    def _call(self, spelling: Spelling, tool: ToolSpelling) -> str:
         recipient = f"{_RECIPIENT}functions.{tool.name}"
         # The model calls tools in the channel of its reasoning, too.
         headers = [

@@ -13,7 +13,13 @@ import json
 from collections.abc import Sequence
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, json_object, json_text, schema
+from paceline.services.gateway.planning.answers.expressions import (
+    Spelling,
+    ToolSpelling,
+    json_object,
+    json_text,
+    schema,
+)
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.json_calls import read_calls
 from paceline.services.gateway.planning.answers.reader import Steps
@@ -34,7 +40,7 @@ class Hermes(ToolForm):
     def write(self, name: str, arguments: str) -> str:
         return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         calls, rules = [], []
         for number, tool in enumerate(tools):
             members = ("name", json_text(tool.name)), ("arguments", f"arguments_{number}")

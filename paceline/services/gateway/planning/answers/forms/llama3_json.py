@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, json_call
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, json_call
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.json_calls import read_calls
 from paceline.services.gateway.planning.answers.reader import Reader, Steps
@@ -48,6 +48,6 @@ class Llama3Json(ToolForm):
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         return "; ".join(self.write(name, arguments) for name, arguments in calls)
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         more = '(SPACE ";" SPACE form_call)*' if parallel else ""
         return f"form_call {more}\nform_call: " + " | ".join(json_call(tool, "name", "parameters") for tool in tools)

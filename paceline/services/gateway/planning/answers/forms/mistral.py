@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.core.json_grammar.strings import quoted
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, json_call, json_list, schema
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, json_call, json_list, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.json_calls import read_calls
 from paceline.services.gateway.planning.answers.reader import FormError, Steps
@@ -57,7 +57,7 @@ class Mistral(ToolForm):
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         return "".join(self.write(name, arguments) for name, arguments in calls)
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         listed = json_list(" | ".join(json_call(tool, "name", "arguments") for tool in tools), parallel)
         call_id = f"({spelling.literal('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
         args = spelling.literal("[ARGS]")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.core.json_grammar.strings import quoted
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, Tool, schema
+from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, ToolSpelling, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.python_literals import (
     KEY,
@@ -69,7 +69,7 @@ class Pythonic(ToolForm):
     def notation(self, spelling: Spelling) -> Notation:
         return _NOTATION
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         more = '(SPACE "," SPACE form_call)*' if parallel else ""
         end = f"(SPACE {spelling.literal(self.end)})?" if self.end else ""
         return f'"[" SPACE form_call {more} SPACE "]" {end}\n{_call_rule(tools)}'
@@ -100,12 +100,12 @@ class Olmo3(Pythonic):
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
         return self.trigger + "\n".join(_written(name, arguments) for name, arguments in calls) + self.end
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         more = r"(/\n{1,8}/ form_call)*" if parallel else ""
         return f"SPACE form_call {more} SPACE {spelling.literal(self.end)}\n{_call_rule(tools)}"
 
 
-def _call_rule(tools: Sequence[Tool]) -> str:
+def _call_rule(tools: Sequence[ToolSpelling]) -> str:
     """Return the rule for a call of one of these tools."""
     calls = (f'{quoted(f"{tool.name}(")} {schema(tool, _NOTATION)} ")"' for tool in tools)
     return f"form_call: {' | '.join(calls)}"

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline.core.json_grammar.parameters import ANY_TYPES, ArgumentTypes, argument_types, json_of
 from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, Tool, escaped, schema
+from paceline.services.gateway.planning.answers.expressions import Notation, Spelling, ToolSpelling, escaped, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.reader import FormError, Reader, Sink, Steps
 
@@ -52,7 +52,7 @@ class Qwen3Coder(ToolForm):
             yield from reader.skip_space()
             more = yield from reader.choose(("<function=", "</tool_call>"))
 
-    def argument_types(self, tools: Sequence[Tool]) -> Mapping[str, ArgumentTypes]:
+    def argument_types(self, tools: Sequence[ToolSpelling]) -> Mapping[str, ArgumentTypes]:
         return {tool.name: argument_types(tool.parameters) for tool in tools}
 
     def write(self, name: str, arguments: str) -> str:
@@ -67,7 +67,7 @@ class Qwen3Coder(ToolForm):
     def notation(self, spelling: Spelling) -> Notation:
         return _NOTATION
 
-    def grammar(self, spelling: Spelling, tools: Sequence[Tool], parallel: bool) -> str:
+    def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
         functions = " | ".join(
             f"{spelling.literal(_FUNCTION.format(tool.name))} {schema(tool, _NOTATION)}" for tool in tools
         )

@@ -13,7 +13,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Piece, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, Piece, TokenRun
 from paceline.services.gateway.planning.media.items import ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.processors.base import (
     OPTIONS_FIELD,
@@ -82,7 +82,7 @@ class Gemma3Processor(Processor):
 
     def _picture(self, pixels: Pixels) -> tuple[Piece, ...]:
         own = media_input(MediaKind.IMAGE, self.length, resized(pixels, self._size))
-        return "\n\n", self.begin_token, Run.of(self.image_token, own), self.end_token, "\n\n"
+        return "\n\n", self.begin_token, TokenRun.of(self.image_token, own), self.end_token, "\n\n"
 
     def _crops(self, pixels: Pixels) -> Iterator[Pixels]:
         """Yield parts of an image that is much longer than wide, or wider than long; they lie side by side."""

@@ -13,7 +13,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Piece, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, Piece, TokenRun
 from paceline.services.gateway.planning.media.items import (
     SAMPLING_RATE,
     FrameSampling,
@@ -122,13 +122,13 @@ class Gemma4Processor(Processor):
     def audio(self, samples: Samples) -> Expansion:
         own = _raw_audio(samples, self.samples_per_token) if self.hears_samples else _mel_audio(samples)
         ids = self.token_ids
-        return Expansion((ids["boa"], Run.of(ids["audio"], own), ids["eoa"]))
+        return Expansion((ids["boa"], TokenRun.of(ids["audio"], own), ids["eoa"]))
 
     def _picture(self, shown: Pixels, kind: MediaKind) -> tuple[Piece, ...]:
         own = media_input(kind, shown.shape[0] * shown.shape[1] // self.side**2, shown)
         ids = self.token_ids
         placeholder = ids["image"] if kind is MediaKind.IMAGE else ids["video"]
-        return ids["boi"], Run.of(placeholder, own), ids["eoi"]
+        return ids["boi"], TokenRun.of(placeholder, own), ids["eoi"]
 
 
 _NESTED = {"images_kwargs": ("max_soft_tokens",), "videos_kwargs": ("max_soft_tokens", "num_frames")}

@@ -11,7 +11,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.items import ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.processors.base import (
     Pixels,
@@ -71,7 +71,7 @@ class LlavaProcessor(Processor):
             pixels = resized(pixels, wanted)
         if self.crop is not None:
             pixels = _middle(pixels, *self.crop)
-        return Expansion((Run.of(self.image_token, media_input(MediaKind.IMAGE, self.length, pixels)),))
+        return Expansion((TokenRun.of(self.image_token, media_input(MediaKind.IMAGE, self.length, pixels)),))
 
 
 def _middle(pixels: Pixels, height: int, width: int) -> Pixels:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Piece, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, Piece, TokenRun
 from paceline.services.gateway.planning.media.items import FrameSampling, ImageSize, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.processors.base import (
     MAX_FRAME_PIXELS,
@@ -171,7 +171,7 @@ class Qwen3VLProcessor(Processor):
         rows, columns = (size // self.side for size in shown.shape[-3:-1])
         own = media_input(kind, rows * columns, shown)
         placeholder = self.image_token if kind is MediaKind.IMAGE else self.video_token
-        return self.start_token, Run.of(placeholder, own, (1, rows, columns)), self.end_token
+        return self.start_token, TokenRun.of(placeholder, own, (1, rows, columns)), self.end_token
 
 
 _IMAGE_OPTIONS = ("min_pixels", "max_pixels", "size")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.gateway.planning.answers.expressions import Tool
-from paceline.services.gateway.planning.answers.forms.gemma import FunctionGemma, Gemma4
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.forms.gemma import FunctionGemma, Gemma4Form
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
@@ -18,7 +18,7 @@ from tests.services.gateway.planning.answers.pieces import parse
 from tests.services.gateway.planning.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model
 
-FORMS = (FunctionGemma(), Gemma4())
+FORMS = (FunctionGemma(), Gemma4Form())
 THOUGHT = REASONING_FORMS["gemma4"]
 ARGUMENTS = '{"text": "rain", "limits": {"days": 3, "wet": true}, "tags": ["a", "b"]}'
 
@@ -68,11 +68,11 @@ def test_a_call_that_breaks_off_is_valid_json(form: FunctionGemma) -> None:
 
 
 def test_what_is_no_call_is_content() -> None:
-    assert parse([*"<|tool_call>say hi<tool_call|>"], Gemma4()) == [Content("say hi")]
+    assert parse([*"<|tool_call>say hi<tool_call|>"], Gemma4Form()) == [Content("say hi")]
 
 
 def test_a_number_comes_when_it_is_complete() -> None:
-    parser = AnswerParser(lambda answer: read_answer(answer, None, Gemma4(), False), lambda: "id")
+    parser = AnswerParser(lambda answer: read_answer(answer, None, Gemma4Form(), False), lambda: "id")
     pieces = {
         '<|tool_call>call:f{a:<|"|>x y': '{"a": "x y',
         ' z<|"|>,n:108': ' z"',
@@ -84,11 +84,11 @@ def test_a_number_comes_when_it_is_complete() -> None:
 
 
 def test_reasoning_is_the_channel_without_its_name() -> None:
-    text = "<|channel>thought\nso\n<channel|>" + Gemma4().write("f", "{}") + Gemma4().write("g", "{}")
-    parts = parse([*text], Gemma4(), THOUGHT)
+    text = "<|channel>thought\nso\n<channel|>" + Gemma4Form().write("f", "{}") + Gemma4Form().write("g", "{}")
+    parts = parse([*text], Gemma4Form(), THOUGHT)
     assert parts[0] == Reasoning("so")
     assert [call.name for call in calls_of(parts)] == ["f", "g"]
-    assert parse([*"so<channel|>42"], Gemma4(), THOUGHT, is_open=True) == [Reasoning("so"), Content("42")]
+    assert parse([*"so<channel|>42"], Gemma4Form(), THOUGHT, is_open=True) == [Reasoning("so"), Content("42")]
     assert parse([*"<|channel>so<channel|>42"], None, THOUGHT) == [Reasoning("so"), Content("42")]
 
 
@@ -148,7 +148,7 @@ def test_the_grammar_holds_values_to_the_schema(vocabulary: Vocabulary, form: Fu
 
 
 def test_an_array_has_as_many_items_as_its_schema_says(vocabulary: Vocabulary) -> None:
-    form = Gemma4()
+    form = Gemma4Form()
     texts = [form.write("find", json.dumps({"a": ["x"] * count})) for count in range(4)]
     for bounds, counts in (
         ({"maxItems": 0}, [0]),
@@ -162,27 +162,27 @@ def test_an_array_has_as_many_items_as_its_schema_says(vocabulary: Vocabulary) -
 
 
 def test_a_tool_without_properties_takes_any(vocabulary: Vocabulary) -> None:
-    texts = [Gemma4().write("stop", json.dumps(arguments)) for arguments in ({}, {"a": 1, "b": ["x"]})]
-    closed = Tool("stop", {"type": "object", "additionalProperties": False})
-    assert allowed(vocabulary, Gemma4(), [Tool("stop", {"type": "object"})], texts) == texts
-    assert allowed(vocabulary, Gemma4(), [closed], texts) == texts[:1]
+    texts = [Gemma4Form().write("stop", json.dumps(arguments)) for arguments in ({}, {"a": 1, "b": ["x"]})]
+    closed = ToolSpelling("stop", {"type": "object", "additionalProperties": False})
+    assert allowed(vocabulary, Gemma4Form(), [ToolSpelling("stop", {"type": "object"})], texts) == texts
+    assert allowed(vocabulary, Gemma4Form(), [closed], texts) == texts[:1]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])
 def test_the_name_of_the_channel_is_no_part_of_a_budget(tmp_path: Path, budget: int) -> None:
-    vocabulary = Vocabulary(write_toy_model(tmp_path / "model"), (THOUGHT.start, THOUGHT.end, *Gemma4.markers))
+    vocabulary = Vocabulary(write_toy_model(tmp_path / "model"), (THOUGHT.start, THOUGHT.end, *Gemma4Form.markers))
     grammar = answer_grammar(
         vocabulary.spelling,
         thought=THOUGHT,
         is_open=False,
         budget=budget,
-        form=Gemma4(),
+        form=Gemma4Form(),
         tools=[tool({})],
         choice="auto",
         parallel=True,
         content=None,
     )
-    begin, end = "<|channel>thought\n", "<channel|>" + Gemma4().write("find", "{}")
+    begin, end = "<|channel>thought\n", "<channel|>" + Gemma4Form().write("find", "{}")
     assert vocabulary.allows(grammar, begin + "x" * budget + end)
     assert not vocabulary.allows(grammar, begin + "x" * (budget + 1) + end)
     assert not vocabulary.allows(grammar, "<|channel>" + end)

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from paceline.services.gateway.planning.answers.expressions import Tool
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.form import ChannelForm
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
@@ -42,7 +42,7 @@ SCHEMAS: dict[str, Mapping[str, Any]] = {
     },
     "stop": {"type": "object"},
 }
-TOOLS = [Tool(name, {**schema, "x-guidance": SPACED}) for name, schema in SCHEMAS.items()]
+TOOLS = [ToolSpelling(name, {**schema, "x-guidance": SPACED}) for name, schema in SCHEMAS.items()]
 
 
 # Models with channels have their markers as tokens. Others may have them as text.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.expressions import Tool
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.forms.harmony import Harmony
 from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
@@ -115,7 +115,7 @@ def grammar(
     vocabulary: Vocabulary,
     choice: Choice,
     *,
-    tools: tuple[Tool, ...] = (tool({"count": {"type": "integer"}}, ["count"]),),
+    tools: tuple[ToolSpelling, ...] = (tool({"count": {"type": "integer"}}, ["count"]),),
     is_open: bool = False,
     budget: int | None = None,
     content: str | None = None,

@@ -15,7 +15,7 @@ import pytest
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import check_grammar, unenforced
 from paceline.core.types import ConstraintKind
-from paceline.services.gateway.planning.answers.expressions import Spelling, Tool, schema
+from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
 from paceline.services.gateway.planning.answers.parts import calls_of
@@ -147,7 +147,7 @@ def grammar_for(form: ToolForm, vocabulary: Vocabulary, parameters: Schema) -> s
         is_open=False,
         budget=None,
         form=form,
-        tools=[Tool("find", parameters)],
+        tools=[ToolSpelling("find", parameters)],
         choice="required",
         parallel=False,
         content=None,
@@ -156,13 +156,13 @@ def grammar_for(form: ToolForm, vocabulary: Vocabulary, parameters: Schema) -> s
 
 def left(form: ToolForm, vocabulary: Vocabulary, parameters: Schema) -> set[str]:
     """Return the keywords that are not enforced."""
-    text = schema(Tool("find", parameters), form.notation(vocabulary.spelling)).removeprefix("%json ")
+    text = schema(ToolSpelling("find", parameters), form.notation(vocabulary.spelling)).removeprefix("%json ")
     return {each.keyword for each in unenforced(ConstraintKind.JSON_SCHEMA, text)}
 
 
 def read(form: ToolForm, text: str, parameters: Schema) -> Any:
     """Return the arguments that the form reads."""
-    (call,) = calls_of(parse([text], form, tools=[Tool("find", parameters)]))
+    (call,) = calls_of(parse([text], form, tools=[ToolSpelling("find", parameters)]))
     return json.loads(call.arguments)
 
 

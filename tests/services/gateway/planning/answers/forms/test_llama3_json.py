@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.gateway.planning.answers.expressions import Tool
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.forms.llama3_json import Llama3Json
 from paceline.services.gateway.planning.answers.parts import Content, calls_of
 from tests.services.gateway.planning.answers.pieces import parse
@@ -38,7 +38,7 @@ def test_other_json_is_content(text: str) -> None:
 
 def test_json_with_another_name_is_content() -> None:
     text = '{"name": "Ada", "age": 36}'
-    assert parse([*text], Llama3Json(), tools=[Tool("f", {})]) == [Content(text)]
+    assert parse([*text], Llama3Json(), tools=[ToolSpelling("f", {})]) == [Content(text)]
 
 
 @pytest.mark.parametrize("is_cut_off", [True, False])

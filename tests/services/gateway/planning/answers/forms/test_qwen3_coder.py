@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.json_grammar.parameters import ArgumentTypes
-from paceline.services.gateway.planning.answers.expressions import Tool
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.forms.qwen3_coder import Qwen3Coder
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.planning.answers.parts import (
@@ -50,7 +50,7 @@ def call(**values: str) -> str:
     return f"<tool_call>\n<function=find>\n{parameters}</function>\n</tool_call>"
 
 
-def parse(pieces: list[str], tools: tuple[Tool, ...] = (FIND,)) -> list[Part]:
+def parse(pieces: list[str], tools: tuple[ToolSpelling, ...] = (FIND,)) -> list[Part]:
     types = FORM.argument_types(tools)
     parser = AnswerParser(lambda answer: read_answer(answer, None, FORM, False, types), lambda: "id")
     parts = [part for piece in pieces for part in parser.push(piece)]
@@ -122,7 +122,7 @@ LOOP = {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}
     ],
 )
 def test_a_schema_that_is_not_enforced_is_no_error_of_an_answer(schema: dict[str, object]) -> None:
-    (found,) = calls_of(parse([call(a="12")], (Tool("find", schema),)))
+    (found,) = calls_of(parse([call(a="12")], (ToolSpelling("find", schema),)))
     assert json.loads(found.arguments) == {"a": 12}
 
 
@@ -186,10 +186,10 @@ def test_the_grammar_holds_values_to_the_schema(vocabulary: Vocabulary) -> None:
         call(text="x", node='{"next": 1}'),
         call(text="x", other="1"),
     ]
-    tools = [Tool("find", {**FIND.parameters, "required": ["text"]})]
+    tools = [ToolSpelling("find", {**FIND.parameters, "required": ["text"]})]
     assert allowed(vocabulary, FORM, tools, [*good, *bad]) == good
 
 
 def test_a_tool_without_properties_takes_any(vocabulary: Vocabulary) -> None:
     texts = [FORM.write("stop", arguments) for arguments in ("{}", '{"a": 1, "b": "x\\ny"}')]
-    assert allowed(vocabulary, FORM, [Tool("stop", {"type": "object"})], texts) == texts
+    assert allowed(vocabulary, FORM, [ToolSpelling("stop", {"type": "object"})], texts) == texts

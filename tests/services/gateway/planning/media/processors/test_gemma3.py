@@ -15,7 +15,7 @@ from transformers.models.gemma3 import processing_gemma3
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.gemma3 import Gemma3Processor, read_gemma3
 from paceline.services.gateway.planning.media_prompt import encode_prompt
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ def processor(**settings: object) -> Gemma3Processor:
     return made
 
 
-def runs(expansion: Expansion) -> list[Run]:
-    return [piece for piece in expansion.pieces if isinstance(piece, Run)]
+def runs(expansion: Expansion) -> list[TokenRun]:
+    return [piece for piece in expansion.pieces if isinstance(piece, TokenRun)]
 
 
 def reference(pixels: np.ndarray, **options: object) -> list[np.ndarray]:

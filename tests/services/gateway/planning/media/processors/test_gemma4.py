@@ -17,7 +17,7 @@ from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.common.wire import media_input_to_pb
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.base import media_input
 from paceline.services.gateway.planning.media.processors.gemma4 import (
     BUDGETS,
@@ -38,7 +38,7 @@ def processor(**changes: object) -> Gemma4Processor:
 
 
 def only_input(expansion: Expansion) -> MediaInput:
-    (run,) = [piece for piece in expansion.pieces if isinstance(piece, Run)]
+    (run,) = [piece for piece in expansion.pieces if isinstance(piece, TokenRun)]
     return run.input
 
 
@@ -129,8 +129,8 @@ def test_a_video_is_frames_with_their_times() -> None:
     """Gemma4Processor needs torchvision; its text of a video is `MM:SS <|image>…<image|>`, joined by spaces."""
     frames = [picture(60, 80), picture(60, 81)]
     expansion = processor().video(frames, [0.0, 61.9])
-    runs = [piece for piece in expansion.pieces if isinstance(piece, Run)]
-    shown = [piece for piece in expansion.pieces if not isinstance(piece, Run)]
+    runs = [piece for piece in expansion.pieces if isinstance(piece, TokenRun)]
+    shown = [piece for piece in expansion.pieces if not isinstance(piece, TokenRun)]
     assert shown == ["00:00 ", BOI, EOI, " 01:01 ", BOI, EOI]
     assert [run.token_id for run in runs] == [VIDEO, VIDEO]
     assert all(run.input.kind is MediaKind.VIDEO_FRAME and run.input.length <= 70 for run in runs)

@@ -7,7 +7,7 @@ import pytest
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from paceline.core.errors import InvalidRequestError, ModelError
-from paceline.services.gateway.planning.media.expansion import Run
+from paceline.services.gateway.planning.media.expansion import TokenRun
 from paceline.services.gateway.planning.media.processors.llava import LlavaProcessor, read_llava
 
 CONFIG = {"vision_config": {"image_size": 56, "patch_size": 14}, "image_token_index": 7}
@@ -17,9 +17,9 @@ def picture(height: int, width: int) -> np.ndarray:
     return np.random.default_rng(height * width).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def run_of(processor: LlavaProcessor, pixels: np.ndarray) -> Run:
+def run_of(processor: LlavaProcessor, pixels: np.ndarray) -> TokenRun:
     (run,) = processor.image(pixels).pieces
-    assert isinstance(run, Run)
+    assert isinstance(run, TokenRun)
     return run
 
 

@@ -24,7 +24,7 @@ from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.common.wire import media_input_to_pb
-from paceline.services.gateway.planning.media.expansion import Expansion, Run
+from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.qwen3_vl import (
     PixelBounds,
     Qwen3VLProcessor,
@@ -44,11 +44,11 @@ def processor(settings: dict[str, Any] | None = None, **vision: int) -> Qwen3VLP
     return read_qwen3_vl({"vision_config": vision}, settings or {})
 
 
-def runs(expansion: Expansion) -> list[Run]:
-    return [piece for piece in expansion.pieces if isinstance(piece, Run)]
+def runs(expansion: Expansion) -> list[TokenRun]:
+    return [piece for piece in expansion.pieces if isinstance(piece, TokenRun)]
 
 
-def only_run(expansion: Expansion) -> Run:
+def only_run(expansion: Expansion) -> TokenRun:
     (run,) = runs(expansion)
     return run
 
