@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from bench.turns import Rounds, figures_of, values_of
+from bench.rounds import Rounds, figures_of, values_of
 
 # Text in an SVG stays text, and equal figures give equal files.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "paceline", "font.size": 8})

@@ -12,13 +12,11 @@ import json
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from bench.load import Round, new_file, table
+from bench.rounds import Rounds, figures_of, values_of
 from bench.systems import READY_SECONDS, ServerError, System, ending_on_sigterm, running
-
-Rounds = Mapping[str, Sequence[Round]]
-"""Rounds by the name of the system. All rounds have the same workloads, groups and figures."""
 
 
 def take_turns(
@@ -55,17 +53,6 @@ def compare(
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     return report(args, args.seed, rounds)
-
-
-def values_of(rounds: Sequence[Round], workload: str, group: str, figure: str) -> list[float]:
-    """Return the values of one figure in all rounds."""
-    return [one[workload][group][figure] for one in rounds]
-
-
-def figures_of(rounds: Rounds) -> list[tuple[str, str, str]]:
-    """Return workload, group and name of each figure that was measured."""
-    first = next(iter(rounds.values()))[0]
-    return [(workload, group, name) for workload, groups in first.items() for group in groups for name in groups[group]]
 
 
 def rows(rounds: Rounds) -> list[list[str]]:

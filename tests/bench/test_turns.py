@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.rounds import Rounds
 from bench.systems import System
-from bench.turns import Rounds, add_options, report, rows, systems_of, take_turns
+from bench.turns import add_options, report, rows, systems_of, take_turns
 
 FIGURES = ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p50", "itl_ms_p99")
 A, B = "a=http://127.0.0.1:1", "b=http://127.0.0.1:2"
