@@ -58,8 +58,13 @@ def test_a_profile_is_learned_and_simulates_what_was_recorded(small: Stack, reco
     body = {"prompt": SECRET_WORDS, "max_tokens": 3, "temperature": 0}
     httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).raise_for_status()
     httpx.post(f"{small.url}/v1/completions", json=body, timeout=60).raise_for_status()
-    text = recorded.read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    deadline = time.monotonic() + 10
+    while True:  # lines are written after the answers
+        text = recorded.read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        if lines[-1]["hash_ids"] == lines[-2]["hash_ids"] or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     assert lines[-1]["hash_ids"] == lines[-2]["hash_ids"] != []
     assert "oak" not in text
     trace = read_trace(recorded)
