@@ -1,7 +1,14 @@
 """HTTP itself: connections, bodies, errors and access, before any route.
 
-protocol  one connection: limits of request heads, and answers to HTTP/1.0
-paths     the path of a route, however a client or a proxy spells it
-head      HEAD, which is GET without the body
-bodies    limits of bodies, and compressed bodies
+In: a connection. Out: a request whose path, caller and body have been checked, and the bytes of its answer.
+
+listener       the socket
+protocol       one connection: limits of request heads, and answers to HTTP/1.0
+paths, head    the path of a route, however a client or a proxy spells it; HEAD, which is GET without the body
+bodies         limits of bodies, and compressed bodies
+bounds         limits of the JSON in a body
+reading        bodies of routes, read on the threads of `pool`, in memory that `memory` counts
+errors         errors in the form of the path's API; `refusals` are those for want of room
+event_streams  streams of events, which end when the client leaves
+access         keys, callers, their limits, and the table of routes
 """
