@@ -207,8 +207,8 @@ def test_pipes_are_written_to_as_devices_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["pipe", "file", "appended"])
 def test_standard_output_goes_on_after_what_is_there(tmp_path: Path, how: str) -> None:
     program = (
-        "from pathlib import Path; from paceline.run_batch import Output; import sys;"
-        "print('before', flush=True); Output(Path('/dev/stdout')).write([b'line']); print('after')"
+        "from pathlib import Path; from paceline.run_batch import OutputFile; import sys;"
+        "print('before', flush=True); OutputFile(Path('/dev/stdout')).write([b'line']); print('after')"
     )
     target = tmp_path / "out"
     target.write_text("older\n" if how == "appended" else "")
