@@ -78,7 +78,7 @@ proof: $(READY) ## check the handoff protocol and the planner: every state of sm
 chaos: $(TEST_READY) ## kill processes and cut links of real stacks under load; as root, e.g. make chaos ARGS='--seed 7'
 	$(BIN)/python -m tests.stack.chaos $(ARGS)
 
-test-compose: $(READY) ## the compose stack on a real docker engine
+test-compose: $(TEST_READY) ## the compose stack on a real docker engine
 	bash compose/test.sh $(ARGS)
 
 test-aarch64: $(READY) ## build for aarch64 by a cross compiler and test under emulation; on Debian, takes 20 minutes
