@@ -78,9 +78,10 @@ def run(
     if adopted:
         _end_states_at(loaded.layout, pool, len(prompts[0]) - 1)
     limits = Limits(512, max_len, len(prompts), loaded.max_drafts)
+    adaptive = loaded.speculative is None or loaded.speculative.adaptive
     events: queue.SimpleQueue[list[Event] | BaseException] = queue.SimpleQueue()
     engine = Engine(
-        Scheduler(limits, Speculation(loaded.max_drafts)),
+        Scheduler(limits, Speculation(loaded.max_drafts, adaptive)),
         watch(loaded.runner(pool, limits)),
         events.put,
         events.put,
