@@ -76,7 +76,7 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "key":
         print(new_key(arguments["name"]))
     elif name == "prepare":
-        is_relayed, link, file = (arguments.pop(own) for own in ("live_progress", "link", "config"))
+        is_relayed, link, file = (arguments.pop(name) for name in ("live_progress", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
     else:
         run_service(name, load_service_config(name, arguments.pop("config"), arguments))

@@ -48,16 +48,16 @@ def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping
 
     Raises ConfigError.
     """
-    shared, own = ({}, {}) if file is None else _read_toml(table, file)
+    shared, section = ({}, {}) if file is None else _read_toml(table, file)
     renamed = RENAMED.get(cls, {})
-    for name in (*own, *flags):
+    for name in (*section, *flags):
         if name in renamed:
             raise ConfigError(f"there is no option {flag(name)}: {renamed[name]}")
-    if unknown := own.keys() - cls.model_fields.keys():
+    if unknown := section.keys() - cls.model_fields.keys():
         key = min(unknown).replace("_", "-")
         raise ConfigError(f"{file}: [{table}] has no option {key!r}; see paceline {table} --help")
     known = {name: value for name, value in shared.items() if name in cls.model_fields}
-    config = cls(**{**known, **own, **flags})
+    config = cls(**{**known, **section, **flags})
     # Earlier releases took a pool's size from the key kv-memory at the top, which is the shared memory's size now.
     old_pool = "kv_memory" in shared and "kv_pool_memory" not in config.model_fields_set
     if old_pool and isinstance(config, WorkerConfig) and has_pools(config):
@@ -71,11 +71,11 @@ def _read_toml(table: str, file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         document = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from error
-    own = document.get(table, {})
-    if not isinstance(own, dict):
+    section = document.get(table, {})
+    if not isinstance(section, dict):
         raise ConfigError(f"{file}: {table} must be a table of options, [{table}]")
     shared = {key: value for key, value in document.items() if not isinstance(value, dict)}
-    return _as_names(shared), _as_names(own)
+    return _as_names(shared), _as_names(section)
 
 
 def _as_names(values: Mapping[str, Any]) -> dict[str, Any]:

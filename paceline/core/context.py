@@ -140,8 +140,8 @@ class Context:
         begin, end = len(links) * BASE_TOKENS, len(self.token_ids) // BASE_TOKENS * BASE_TOKENS
         ids = self._packed(begin, end)
         for start in range(begin, end, BASE_TOKENS):
-            own = ids[_ID_BYTES * (start - begin) : _ID_BYTES * (start - begin + BASE_TOKENS)]
-            links.append(_hash(self._parent(layout, links) + own + self._seen(start, start + BASE_TOKENS)))
+            block_ids = ids[_ID_BYTES * (start - begin) : _ID_BYTES * (start - begin + BASE_TOKENS)]
+            links.append(_hash(self._parent(layout, links) + block_ids + self._seen(start, start + BASE_TOKENS)))
 
     def _link(self, parent: bytes, start: int, end: int) -> bytes:
         """Return the hash of tokens [start, end) and everything before them."""

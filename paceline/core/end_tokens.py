@@ -33,7 +33,7 @@ def text_value(config: Mapping[str, Any], name: str) -> Any:
 
 
 def end_token_ids(
-    generation: Mapping[str, Any], model: Mapping[str, Any], own: int | None, vocab_size: int
+    generation: Mapping[str, Any], model: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
 ) -> frozenset[int]:
     """Return the ids of the tokens that end an answer.
 
@@ -52,7 +52,7 @@ def end_token_ids(
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
         raise ModelError(f"{file}: eos_token_id must be a token id or a list of them, not {listed!r}")
     # A chat model's config may still name the base model's end of text; its tokenizer knows the end of a turn.
-    ids = ids if own is None else [*ids, own]
+    ids = ids if tokenizer_end is None else [*ids, tokenizer_end]
     # A model cannot choose an id outside of its vocabulary, such as the -1 of some configs.
     return frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
@@ -70,13 +70,13 @@ def read_end_token_ids(folder: Path, tokenizer: str) -> frozenset[int]:
         ModelError: a file of the folder cannot be read.
     """
     name = special_tokens(folder, read_object(folder / "tokenizer_config.json")).get("eos_token", "")
-    own = None
+    tokenizer_end = None
     if (match := _ADDED_TOKENS.search(tokenizer)) is not None:
         try:
             added, _ = json.JSONDecoder().raw_decode(tokenizer, match.end())
-            own = next((token["id"] for token in added if token["content"] == name), None)
+            tokenizer_end = next((token["id"] for token in added if token["content"] == name), None)
         except (ValueError, TypeError, KeyError) as error:
             raise ModelError(f"{folder / 'tokenizer.json'}: its added tokens cannot be read: {error}") from error
     generation, model = read_object(folder / "generation_config.json"), read_object(folder / "config.json")
     size = text_value(model, "vocab_size")
-    return end_token_ids(generation, model, own, size if isinstance(size, int) else 1 << 32)
+    return end_token_ids(generation, model, tokenizer_end, size if isinstance(size, int) else 1 << 32)

@@ -10,8 +10,8 @@ from paceline.core.options import listed
 
 def default_cache_dir() -> Path:
     """Return the folder of converted models: $PACELINE_CACHE, else `paceline` in the user's cache folder."""
-    if own := os.environ.get("PACELINE_CACHE"):
-        return Path(own).expanduser()
+    if chosen := os.environ.get("PACELINE_CACHE"):
+        return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "paceline"
 

@@ -35,7 +35,9 @@ def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
     layer_bytes = largest.block_bytes(BASE_TOKENS, _ITEMSIZE) // layers
     sizes = range(max(1, layers // _MOST_PARTS), layers + 1)
     choices = {_divided(shapes, size * layer_bytes): None for size in sizes}
-    return min(choices, key=lambda own: (max(_FINE_TOKENS, make_layout(own, _ITEMSIZE, "").alignment), _price(own)))
+    return min(
+        choices, key=lambda groups: (max(_FINE_TOKENS, make_layout(groups, _ITEMSIZE, "").alignment), _price(groups))
+    )
 
 
 def _divided(shapes: tuple[GroupShape, ...], room: int) -> tuple[GroupShape, ...]:
@@ -64,7 +66,7 @@ def state_groups(
     fit = max(fewest, min(total, room * total // whole.state_bytes))
     # With one layer more, the others' longest blocks do not fill a slot, but sometimes states fill theirs better.
     choices = [whole.divided(-(-total // size)) for size in (fit, fit + 1)]
-    return min(choices, key=lambda own: _price((*others, *own)))
+    return min(choices, key=lambda groups: _price((*others, *groups)))
 
 
 def _price(shapes: tuple[GroupShape, ...]) -> float:

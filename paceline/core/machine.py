@@ -108,8 +108,8 @@ def _groups(root: Path, controller: Controller) -> Iterator[Path]:
         # Version 2 has one tree, version 1 one for each controller.
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
         # A path with ".." leads out of the container. Then the container's own group is the visible top.
-        own = top if ".." in path.split("/") else top / path.strip("/")
-        yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(top))
+        innermost = top if ".." in path.split("/") else top / path.strip("/")
+        yield from (folder for folder in (innermost, *innermost.parents) if folder.is_relative_to(top))
 
 
 def _room_in_group(group: Path) -> int | None:

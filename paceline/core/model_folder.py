@@ -30,7 +30,7 @@ class ModelFiles:
 
     def difference(self, others: Mapping[str, str]) -> str:
         """Return the names of the files that differ from another member's, as far as it tells."""
-        differing = [name for name, own in self.digests.items() if others.get(name, own) != own]
+        differing = [name for name, digest in self.digests.items() if others.get(name, digest) != digest]
         return " and ".join(differing) or " or ".join(self.digests)
 
 

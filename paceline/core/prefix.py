@@ -42,9 +42,9 @@ def match_prefix(
         if not length < tail.length <= max_tokens:
             continue
         slots = [[find(*name) for name in names] for names in _tail_names(layout, links, tail)]
-        if not any(None in own for own in slots):
+        if not any(None in found for found in slots):
             needed = [group.first_needed_block(tail.length) for group in layout.groups]
-            return tail.length, [[NO_SLOT] * first + cast(list[int], own) for first, own in zip(needed, slots)]
+            return tail.length, [[NO_SLOT] * first + cast(list[int], found) for first, found in zip(needed, slots)]
     return length, tables
 
 
@@ -104,8 +104,8 @@ def match_prefixes(
         _Blocks(group, full_block_names(group, links, most), holders[layout.first_group + index])
         for index, group in enumerate(layout.groups)
     ]
-    full = [own for own in blocks if not own.group.shape.window]
-    windowed = [own for own in blocks if own.group.shape.window]
+    full = [each for each in blocks if not each.group.shape.window]
+    windowed = [each for each in blocks if each.group.shape.window]
     found: dict[int, int] = {}
     for length, hosts in _full_prefixes(full, most, align):
         while hosts and length > 0:

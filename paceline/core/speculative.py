@@ -86,8 +86,8 @@ def _check_method(values: dict[str, Any]) -> None:
     methods = {field.name: field.metadata["method"] for field in dataclasses.fields(SpeculativeConfig)}
     for name in values:
         if methods[name] not in (None, method):
-            own = ", ".join(name for name, other in methods.items() if other in (None, method))
-            raise ConfigError(f"--speculative-config: {name} is for method {methods[name]}; {method} has {own}")
+            allowed = ", ".join(name for name, other in methods.items() if other in (None, method))
+            raise ConfigError(f"--speculative-config: {name} is for method {methods[name]}; {method} has {allowed}")
 
 
 def _check_values(config: SpeculativeConfig) -> None:

@@ -198,9 +198,9 @@ class DecodeTurns:
 
     def wait(self, early: float) -> float:
         words = self._words
-        own = words[_PREFILL_UNTIL]
-        self._wait_until(own - int(early * 1e9))
-        while words[_WANTED_UNTIL] > self._clock() < min(words[_HANDED_UNTIL], own + _HANDOVER):
+        prefill_until = words[_PREFILL_UNTIL]
+        self._wait_until(prefill_until - int(early * 1e9))
+        while words[_WANTED_UNTIL] > self._clock() < min(words[_HANDED_UNTIL], prefill_until + _HANDOVER):
             self._sleep(_POLL_SECONDS)
         return max(0, words[_PREFILL_UNTIL] - self._clock()) / 1e9
 

@@ -81,5 +81,5 @@ def tokens_only_here(blocks: Mapping[str, Iterable[tuple[bytes, int]]]) -> dict[
     Args:
         blocks: for each host id, the name and the tokens of each of its cached blocks.
     """
-    hosts_with = Counter(name for own in blocks.values() for name, _ in own)
-    return {host: sum(tokens for name, tokens in own if hosts_with[name] == 1) for host, own in blocks.items()}
+    hosts_with = Counter(name for held in blocks.values() for name, _ in held)
+    return {host: sum(tokens for name, tokens in held if hosts_with[name] == 1) for host, held in blocks.items()}

@@ -195,7 +195,7 @@ def while_answered(crowded: Iterable[Traced], others: Iterable[ProfiledAnswer]) 
     begin = max((other.sent + other.token_times[0] for other in answered), default=0.0)
     end = min((other.sent + other.token_times[-1] for other in answered), default=0.0)
     return [
-        (own, trace)
-        for own, trace in crowded
-        if own.token_times and begin <= own.sent and own.sent + own.token_times[0] <= end
+        (answer, trace)
+        for answer, trace in crowded
+        if answer.token_times and begin <= answer.sent and answer.sent + answer.token_times[0] <= end
     ]

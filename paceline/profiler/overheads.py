@@ -89,9 +89,9 @@ def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]
     decoded = iter(_decoded(steps))
     for answer in answers:
         # The first step attends to the prompt and to the first token.
-        own = next((each for each in decoded if each[0].context_tokens == answer.prompt_tokens + 1), [])
-        ways = [came - step.ended for came, step in zip(answer.token_times[1:], own)]
-        if ways and len(ways) == len(own) == len(answer.token_times) - 1:
+        own_steps = next((each for each in decoded if each[0].context_tokens == answer.prompt_tokens + 1), [])
+        ways = [came - step.ended for came, step in zip(answer.token_times[1:], own_steps)]
+        if ways and len(ways) == len(own_steps) == len(answer.token_times) - 1:
             later = ways[len(ways) // 2 :]
             usual = statistics.median(later)
             found += [way - usual for way in later]
@@ -100,16 +100,16 @@ def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]
 
 def _decoded(steps: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
     """Yield the steps of each sequence that was decoded alone."""
-    own: list[StepRecord] = []
+    group: list[StepRecord] = []
     for step in steps:
-        follows = own and (step.number, step.context_tokens) == (own[-1].number + 1, own[-1].context_tokens + 1)
-        if not follows and own:
-            yield own
-            own = []
+        follows = group and (step.number, step.context_tokens) == (group[-1].number + 1, group[-1].context_tokens + 1)
+        if not follows and group:
+            yield group
+            group = []
         if step.sequences == 1:
-            own.append(step)
-    if own:
-        yield own
+            group.append(step)
+    if group:
+        yield group
 
 
 def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:
@@ -122,8 +122,8 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
         decode_step: time of such a decode step, in seconds.
     """
     around, more = (
-        [part["first"] + part["client"] - part["steps"] for part in map(_parts, own) if part]
-        for own in (alone, crowded)
+        [part["first"] + part["client"] - part["steps"] for part in map(_parts, answers) if part]
+        for answers in (alone, crowded)
     )
     if not around or not more:
         return Delay()

@@ -72,7 +72,7 @@ def make_profile(
     """
     computing = "prefill" if facts.workers["prefill"] else "decode"
     prefill, quality = _steps_of(computing, measured)
-    decode, own = _steps_of("decode", measured)
+    decode, decode_quality = _steps_of("decode", measured)
     turns = _turns(facts, measured, prefill, decode)
     lateness = _lateness(facts, measured)
     overheads = find_overheads(measured.singles, measured.texts, decode.decode_seconds(1, 0), lateness)
@@ -109,7 +109,7 @@ def make_profile(
         made = made.model_copy(update={"decode": alternating, "turns": turns})
     if moved and seconds:
         made = made.model_copy(update={"transfer_bytes": moved / seconds})
-    return made, {f"steps of {name}": each for name, each in (quality | own).items()}
+    return made, {f"steps of {name}": each for name, each in (quality | decode_quality).items()}
 
 
 def _lateness(facts: Facts, measured: Measured) -> list[float]:
@@ -125,11 +125,11 @@ def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTim
     decoding = [row for row in measured.beside["decode"] if row.sequences and not row.prompt_tokens]
     found = find_turns(facts.itl_target_seconds, prompts, decoding, prefill, decode)
     singles = measured.singles
-    own: dict[str, object] = {"admission": find_admission(singles, [group for group, _ in measured.arrivals])}
+    times: dict[str, object] = {"admission": find_admission(singles, [group for group, _ in measured.arrivals])}
     if prompts and decoding:
         step = statistics.median(row.seconds for row in decoding)
-        own["admit"] = find_admit(singles, measured.crowded, step)
-    return found.model_copy(update=own)
+        times["admit"] = find_admit(singles, measured.crowded, step)
+    return found.model_copy(update=times)
 
 
 def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: TurnTimes) -> float:
@@ -139,10 +139,10 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turn
     arrivals = [
         MeasuredArrivals(
             len(group),
-            [row for row in own[role] if row.prompt_tokens],
-            [row for row in own["decode"] if facts.takes_turns and role == "prefill"],
+            [row for row in rows[role] if row.prompt_tokens],
+            [row for row in rows["decode"] if facts.takes_turns and role == "prefill"],
         )
-        for group, own in measured.arrivals
+        for group, rows in measured.arrivals
     ]
     return find_arrival(arrivals, steps, turns)
 
@@ -154,10 +154,10 @@ def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quali
     """
 
     def rows(steps: dict[str, list[StepRecord]]) -> list[StepRecord]:
-        own, others = with_gaps(steps[role]), with_gaps(steps["prefill" if role == "decode" else "decode"])
-        computed = Counter(map(_size, own))
+        measured, others = with_gaps(steps[role]), with_gaps(steps["prefill" if role == "decode" else "decode"])
+        computed = Counter(map(_size, measured))
         # The fit does without one step of four.
-        return own + [row for row in others if computed[_size(row)] <= LEAST_STEPS]
+        return measured + [row for row in others if computed[_size(row)] <= LEAST_STEPS]
 
     prompts, decoding = rows(measured.prompts), rows(measured.decoding)
     if not prompts or not decoding:

@@ -70,8 +70,8 @@ def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns
         if prompts and count > 1:
             usual = sum(_alone(row, prefill) / turns.speed_of_prefill(_rows_beside(row, decoding)) for row in prompts)
             whole = prompts[-1]._replace(seconds=prompts[-1].ended - prompts[0].ended + prompts[0].seconds)
-            own = whole.seconds - sum(_common(whole, other) for other in decoding)
-            longer.append(max(0.0, own - usual) / (count - 1))
+            seconds = whole.seconds - sum(_common(whole, other) for other in decoding)
+            longer.append(max(0.0, seconds - usual) / (count - 1))
     return statistics.median(longer) if longer else 0.0
 
 
@@ -81,9 +81,9 @@ def _speeds(
     """Yield numbers of decoding rows, in ascending order, and how fast prefill was in its own time beside them."""
     speeds = defaultdict[int, list[float]](list)
     for row in prompts:
-        own = row.seconds - sum(_common(row, other) for other in decoding)
-        if _LEAST_SHARE * row.seconds <= own <= (1 - _LEAST_SHARE) * row.seconds:
-            speeds[_rows_beside(row, decoding)].append(_alone(row, prefill) / own)
+        seconds = row.seconds - sum(_common(row, other) for other in decoding)
+        if _LEAST_SHARE * row.seconds <= seconds <= (1 - _LEAST_SHARE) * row.seconds:
+            speeds[_rows_beside(row, decoding)].append(_alone(row, prefill) / seconds)
     for rows, found in sorted(speeds.items()):
         if len(found) >= _LEAST_PROMPTS:
             yield rows, statistics.median(found)

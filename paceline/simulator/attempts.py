@@ -129,8 +129,8 @@ class Attempts:
         now = self._events.now
         sequence.attempt += 1
         workers = self._workers.pop(sequence, None)
-        own = [] if workers is None else [worker for worker in workers if worker is not None]
-        for worker in own:
+        used = [] if workers is None else [worker for worker in workers if worker is not None]
+        for worker in used:
             if sequence in worker.preempted:
                 worker.preempted.remove(sequence)
             if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
@@ -140,7 +140,7 @@ class Attempts:
                         calls.computed(sequence.sent)
                     calls.end_call()
         sequence.sent = 0
-        for worker in own:
+        for worker in used:
             held = sequence.held.pop(worker.host.name, None)
             if held is not None:
                 self._events.at(now + grace, self._release, worker.host, held.session, held.key)

@@ -51,8 +51,8 @@ def simulate_fleet(arguments: dict[str, Any]) -> int:
         else:
             others.append(together)
             notes.append(on_disaggregation(found, together))
-    for own in (found, *others):
-        print(*lines(own), sep="\n")
+    for fleet in (found, *others):
+        print(*lines(fleet), sep="\n")
         print()
     print(*notes, sep="\n", end="\n" if notes else "")
     _write(arguments, load.name, [found, *others], notes)
@@ -148,13 +148,13 @@ def _find(scenario: Scenario, load: _Load, searches: bool) -> Found:
     if scenario.is_aggregated:  # all workers are alike, so one number is searched
         scenario = dataclasses.replace(scenario, prefill=0, decode=scenario.prefill + scenario.decode)
     if searches:
-        return cheapest(scenario, lambda own: simulate(own, load.requests()))
+        return cheapest(scenario, lambda candidate: simulate(candidate, load.requests()))
     return Found(scenario, simulate(scenario, load.requests()))
 
 
 def _write(arguments: dict[str, Any], load: str, found: list[Found], notes: list[str]) -> None:
     shown = SimulationReport(
-        simulations=tuple(describe(own.scenario.name, load, own.scenario, own.result) for own in found),
+        simulations=tuple(describe(fleet.scenario.name, load, fleet.scenario, fleet.result) for fleet in found),
         notes=tuple(notes),
     )
     for file, text in ((arguments["json"], shown.to_json), (arguments["html"], lambda: render(shown))):

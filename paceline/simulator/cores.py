@@ -75,7 +75,7 @@ class Cores:
 
     def is_wanted(self, worker: CoreUser) -> bool:
         """Return whether a prefill worker waits for this decode worker's turn to end."""
-        return worker.role == "decode" and any(own.has_work for own in self._of("prefill"))
+        return worker.role == "decode" and any(other.has_work for other in self._of("prefill"))
 
     def admit(self, done: Callable[[], object]) -> None:
         """Do the work of an admission, which takes longer while others are admitted, too. Then call `done`."""
@@ -87,11 +87,11 @@ class Cores:
     @property
     def decodes(self) -> bool:
         """Whether a decode worker has work."""
-        return any(own.has_work for own in self._of("decode"))
+        return any(worker.has_work for worker in self._of("decode"))
 
     def speed_of(self, worker: CoreUser) -> float:
         """Return how fast a worker computes in its turns."""
-        rows = sum(own.rows.count for own in self._of("decode") if own.has_work)
+        rows = sum(other.rows.count for other in self._of("decode") if other.has_work)
         return self.turns.speed_of_prefill(rows) if worker.role == "prefill" else 1.0
 
     def decode_seconds(self, alone: float, rows: int, reading: float) -> float:
@@ -104,7 +104,7 @@ class Cores:
         """
         if self.turns.decode is None:
             return alone
-        tokens = max(own.clock.prompt_tokens for own in self._of("prefill"))
+        tokens = max(worker.clock.prompt_tokens for worker in self._of("prefill"))
         return max(alone, self.turns.decode.at(rows) + self.turns.decode_per_token * tokens + reading)
 
     def may_begin(self, worker: CoreUser) -> bool:
@@ -118,8 +118,8 @@ class Cores:
     def begun(self, worker: CoreUser) -> None:
         """Note that a worker has begun a step."""
         if worker.role == "decode":
-            for own in self._of("prefill"):
-                own.clock.pause()
+            for other in self._of("prefill"):
+                other.clock.pause()
 
     def ended(self, worker: CoreUser, seconds: Sequence[float]) -> None:
         """Note that a worker's steps have ended, of which the last ones took these times."""
@@ -142,23 +142,23 @@ class Cores:
 
     def is_wanted_by_prefill(self) -> bool:
         """Return whether a prefill worker has work."""
-        return any(own.has_work for own in self._of("prefill"))
+        return any(other.has_work for other in self._of("prefill"))
 
     def _release(self) -> None:
         """Let decode workers begin, if the time of prefill is over, and prefill workers if no decode worker does."""
         if self._events.now >= self._until:
-            for own in self._of("decode"):
-                own.wake()
+            for worker in self._of("decode"):
+                worker.wake()
         if not self._decode_computes():
             self._give_to_prefill()
 
     def _give_to_prefill(self) -> None:
-        for own in self._of("prefill"):
-            own.clock.resume(self.speed_of(own))
-            own.wake()
+        for worker in self._of("prefill"):
+            worker.clock.resume(self.speed_of(worker))
+            worker.wake()
 
     def _of(self, role: str) -> list[CoreUser]:
-        return [own for own in self._workers if own.role == role]
+        return [worker for worker in self._workers if worker.role == role]
 
     def _decode_computes(self) -> bool:
-        return any(own.is_computing for own in self._of("decode"))
+        return any(worker.is_computing for worker in self._of("decode"))

@@ -95,7 +95,7 @@ class SimulatedFleet:
 
     def count(self, role: Role) -> int:
         """Return how many workers of a role start or are ready."""
-        return sum(own.role == role and own.state in ("starting", "ready") for own in self.workers.values())
+        return sum(worker.role == role and worker.state in ("starting", "ready") for worker in self.workers.values())
 
     def times(self, role: Role) -> WorkerTimes:
         """Return what is known of the workers of a role."""
@@ -103,7 +103,10 @@ class SimulatedFleet:
 
     def _make(self, role: Role) -> SimulatedWorker:
         self.pay()
-        host = next((own for own in reversed(self.hosts) if self._has_place(own, role)), None) or self._add_host()
+        host = (
+            next((host_number for host_number in reversed(self.hosts) if self._has_place(host_number, role)), None)
+            or self._add_host()
+        )
         cores = self._cores.get(host.number)
         is_coalesced = self._scenario.is_coalesced
         worker = SimulatedWorker(
@@ -120,7 +123,7 @@ class SimulatedFleet:
 
     def _has_place(self, host: Host, role: Role) -> bool:
         if self._profile.turns is not None:  # as measured: one worker of each role shares the cores of its host
-            return all(own.role != role for own in self._residents[host])
+            return all(resident.role != role for resident in self._residents[host])
         return len(self._residents[host]) < self._scenario.workers_per_host
 
     def _add_host(self) -> Host:
@@ -203,7 +206,7 @@ class SimulatedFleet:
 
     def expenses(self) -> tuple[float, float]:
         """Return the devices that all workers occupy, and what these cost in an hour."""
-        devices = [(self._devices(own), own.kit.times.hourly_cost) for own in self.workers.values()]
+        devices = [(self._devices(worker), worker.kit.times.hourly_cost) for worker in self.workers.values()]
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 
     def _devices(self, worker: SimulatedWorker) -> float:

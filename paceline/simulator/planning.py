@@ -61,7 +61,7 @@ class SimulatedPlanner:
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Note steps of a worker, as its step times report them."""
         tokens = sum(count for _, count in run.chunks) + run.rows
-        context = sum(own.computed for own, _ in run.chunks) + run.context + run.rows * (run.steps - 1) / 2
+        context = sum(sequence.computed for sequence, _ in run.chunks) + run.context + run.rows * (run.steps - 1) / 2
         loads = self._loads.setdefault(worker.name, {})
         load = loads.setdefault(int(tokens).bit_length(), _Load())
         load.steps += run.steps
@@ -85,8 +85,10 @@ class SimulatedPlanner:
                 for _ in range(action.count - wanted[action.role]):
                     self._fleet.add(action.role)
             elif isinstance(action, Drain) and action.role != "encode":
-                ready = [own for own in workers.values() if own.role == action.role and own.state == "ready"]
-                victim = workers.get(action.worker) or min(ready, key=lambda own: len(own.admitted), default=None)
+                ready = [
+                    worker for worker in workers.values() if worker.role == action.role and worker.state == "ready"
+                ]
+                victim = workers.get(action.worker) or min(ready, key=lambda worker: len(worker.admitted), default=None)
                 if victim is not None:
                     self._fleet.drain(victim)
             elif isinstance(action, Flip) and action.role != "encode" and action.to != "encode":
@@ -102,14 +104,14 @@ class SimulatedPlanner:
         waiting = list(self._gateway.waiting)
         traffic: dict[str, Traffic] = {}
         for group, recent in self._recorder.take_recent().items():
-            own = [sequence for sequence in waiting if sequence.group == group]
+            members = [sequence for sequence in waiting if sequence.group == group]
             traffic[group] = Traffic(
                 seconds,
                 arrivals=recent.arrivals,
                 finished=recent.finished,
                 refused=recent.refused,
-                waiting=len(own),
-                oldest_wait=max((now - sequence.arrival for sequence in own), default=0.0),
+                waiting=len(members),
+                oldest_wait=max((now - sequence.arrival for sequence in members), default=0.0),
                 prompt_tokens=recent.prompts,
                 cached_tokens=recent.cached_tokens,
                 started_tokens=recent.started_tokens,
@@ -145,6 +147,6 @@ class SimulatedPlanner:
             kv_pressure=(counts.held + counts.in_flight) / counts.total,
             kv_tokens=worker.host.tokens // max(1, self._fleet.count_residents(worker.host)),
             flips_to=(other,),
-            loss=float(sum(own.computed + own.done for own in worker.admitted)),
+            loss=float(sum(sequence.computed + sequence.done for sequence in worker.admitted)),
             steps=steps,
         )

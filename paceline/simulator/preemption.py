@@ -36,7 +36,7 @@ class Preemption:
                 worker.rows.grown(row, worker.host.extend(sequence, length, now))
                 return
             except BusyError:
-                self._preempt(worker, next((own for own in reversed(worker.admitted) if own.held), sequence))
+                self._preempt(worker, next((other for other in reversed(worker.admitted) if other.held), sequence))
 
     def _preempt(self, worker: SimulatedWorker, sequence: Sequence) -> None:
         """Take the blocks of a sequence."""
@@ -54,7 +54,7 @@ class Preemption:
     def retry(self, host: Host) -> None:
         """Let sequences of a host that were preempted go on, in order, if there are blocks."""
         short = self._short.pop(host, ())
-        for worker in sorted(short, key=lambda own: own.number):
+        for worker in sorted(short, key=lambda waiting: waiting.number):
             while worker.preempted and worker.state == "ready":
                 sequence = worker.preempted[0]
                 sequence.context = sequence.prompt_tokens + sequence.done

@@ -156,9 +156,9 @@ class SimulationRecorder:
         return recent
 
     def arrived(self, sequence: Sequence) -> None:
-        own = self.of(sequence.group)
-        own.arrivals += 1
-        own.minutes[int(sequence.arrival / MINUTE)].arrivals += 1
+        record = self.of(sequence.group)
+        record.arrivals += 1
+        record.minutes[int(sequence.arrival / MINUTE)].arrivals += 1
         if self._watches:
             recent = self.recent[sequence.group]
             recent.arrivals += 1
@@ -166,24 +166,24 @@ class SimulationRecorder:
 
     def started(self, sequence: Sequence, now: float) -> None:
         """Count an attempt that has its blocks."""
-        own = self.of(sequence.group)
-        own.attempts += 1
+        record = self.of(sequence.group)
+        record.attempts += 1
         sequence.starts += 1
         if sequence.first_cached < 0:
             sequence.first_cached = sequence.cached
-            own.prompt_tokens += sequence.prompt_tokens
-            own.cached_tokens += sequence.cached
-            own.queued.append(sequence.placed - sequence.arrival)
+            record.prompt_tokens += sequence.prompt_tokens
+            record.cached_tokens += sequence.cached
+            record.queued.append(sequence.placed - sequence.arrival)
             recent = self.recent[sequence.group]
             recent.cached_tokens += sequence.cached
             recent.started_tokens += sequence.prompt_tokens
 
     def first_token(self, sequence: Sequence, at: float) -> None:
         """Count the first token of an attempt, which the client has at an instant."""
-        own = self.of(sequence.group)
+        record = self.of(sequence.group)
         if sequence.first_token < 0:
             sequence.first_token = at
-            own.ttft.append(at - sequence.arrival)
+            record.ttft.append(at - sequence.arrival)
             if self._watches:
                 self.recent[sequence.group].ttft.add(at - sequence.arrival)
         else:
@@ -209,12 +209,12 @@ class SimulationRecorder:
         more = worker.kit.yields.mean - 1
         for group, rows in run.by_group.items():
             if rows:
-                own = self.of(group).itl
-                own.add(float(gaps[0]), rows - joined.get(group, 0))
+                gaps_seen = self.of(group).itl
+                gaps_seen.add(float(gaps[0]), rows - joined.get(group, 0))
                 if run.steps > 1:
-                    own.add_all(gaps[1:], rows)
+                    gaps_seen.add_all(gaps[1:], rows)
                 if more:
-                    own.add(0.0, rows * run.steps * more)
+                    gaps_seen.add(0.0, rows * run.steps * more)
                 if self._watches:
                     self.recent[group].itl.add((run.waited + run.seconds(run.steps)) / run.steps, rows * run.steps)
 
@@ -225,21 +225,21 @@ class SimulationRecorder:
 
     def ended(self, sequence: Sequence, at: float) -> None:
         """Count a request that has all of its tokens; the client has the last one at `at`."""
-        own, limits = self.of(sequence.group), self._objectives.latency(sequence.group)
+        record, limits = self.of(sequence.group), self._objectives.latency(sequence.group)
         ttft = sequence.first_token - sequence.arrival
         itl = (at - sequence.first_token) / max(1, sequence.answer_tokens - 1)
-        own.finished += 1
-        own.answer_tokens += sequence.answer_tokens
-        own.seconds.append(at - sequence.arrival)
+        record.finished += 1
+        record.answer_tokens += sequence.answer_tokens
+        record.seconds.append(at - sequence.arrival)
         if sequence.answer_tokens > 1:
-            own.mean_itl.append(itl)
+            record.mean_itl.append(itl)
         is_good = (limits.ttft is None or ttft <= limits.ttft) and (limits.itl is None or itl <= limits.itl)
-        minute = own.minutes[int(sequence.arrival / MINUTE)]
+        minute = record.minutes[int(sequence.arrival / MINUTE)]
         minute.finished += 1
         minute.ttft.add(ttft)
         minute.mean_itl.add(max(0.0, itl))
         minute.good += is_good
-        own.good += is_good
+        record.good += is_good
         if self._watches:
             recent = self.recent[sequence.group]
             recent.finished += 1
@@ -247,8 +247,8 @@ class SimulationRecorder:
 
     def refused(self, sequence: Sequence, reason: str) -> None:
         """Count a request that was refused, or that never fits."""
-        own = self.of(sequence.group)
-        own.refused += 1
-        own.reasons[reason] += 1
-        own.minutes[int(sequence.arrival / MINUTE)].refused += 1
+        record = self.of(sequence.group)
+        record.refused += 1
+        record.reasons[reason] += 1
+        record.minutes[int(sequence.arrival / MINUTE)].refused += 1
         self.recent[sequence.group].refused += 1

@@ -131,24 +131,24 @@ class Result:
     @property
     def is_met(self) -> bool:
         """Whether the objectives of all classes are met."""
-        return all(own.is_met for own in self.classes.values())
+        return all(each.is_met for each in self.classes.values())
 
     @property
     def goodput(self) -> float:
         """Good requests of all classes per second."""
-        return sum(own.goodput for own in self.classes.values())
+        return sum(each.goodput for each in self.classes.values())
 
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens of all classes that were cached."""
-        prompts = sum(own.prompt_tokens for own in self.classes.values())
-        return sum(own.prompt_tokens * own.hit_rate for own in self.classes.values()) / max(1, prompts)
+        prompts = sum(each.prompt_tokens for each in self.classes.values())
+        return sum(each.prompt_tokens * each.hit_rate for each in self.classes.values()) / max(1, prompts)
 
     def within(self) -> list[float | None]:
         """Return the share of good requests among those that arrived in each minute; None if none did."""
         arrivals, good = Counter[int](), Counter[int]()
-        for own in self.classes.values():
-            for each in own.minutes:
+        for class_ in self.classes.values():
+            for each in class_.minutes:
                 arrivals[each.minute] += each.arrivals
                 good[each.minute] += each.good
         return [
@@ -164,8 +164,8 @@ class Result:
         """Return the result as plain values. Levels and minutes become objects with the names of their fields."""
         values = asdict(self)
         values["levels"] = [level._asdict() for level in self.levels]
-        for name, own in self.classes.items():
-            values["classes"][name]["minutes"] = [minute._asdict() for minute in own.minutes]
+        for name, class_ in self.classes.items():
+            values["classes"][name]["minutes"] = [minute._asdict() for minute in class_.minutes]
         return values
 
 
@@ -196,10 +196,10 @@ def class_result(record: ClassRecord, latency: Latency, seconds: float) -> Class
         mean_itl=Percentiles.of(record.mean_itl),
         seconds=Percentiles.of(record.seconds),
         queued=Percentiles.of(record.queued),
-        minutes=[_minute_result(minute, own) for minute, own in sorted(record.minutes.items())],
+        minutes=[_minute_result(minute, seen) for minute, seen in sorted(record.minutes.items())],
     )
 
 
-def _minute_result(minute: int, own: Minute) -> MinuteResult:
-    times = (each.percentile(share) for each in (own.ttft, own.mean_itl) for share in (0.5, 0.99))
-    return MinuteResult(minute, own.arrivals, own.good, own.refused, own.finished, *times)
+def _minute_result(minute: int, seen: Minute) -> MinuteResult:
+    times = (each.percentile(share) for each in (seen.ttft, seen.mean_itl) for share in (0.5, 0.99))
+    return MinuteResult(minute, seen.arrivals, seen.good, seen.refused, seen.finished, *times)

@@ -49,10 +49,10 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
     """
     known: dict[tuple[int, int], Result] = {}
 
-    def attempted(own: Scenario) -> Result:
-        counts = own.prefill, own.decode
+    def attempted(candidate: Scenario) -> Result:
+        counts = candidate.prefill, candidate.decode
         if counts not in known:
-            known[counts] = attempt(own)
+            known[counts] = attempt(candidate)
         return known[counts]
 
     before: Result | None = None
@@ -66,7 +66,7 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
             )
         scenario = _with(scenario, scenario.prefill * 2, scenario.decode * 2)
     times = scenario.profile.prefill, scenario.profile.decode
-    costs = [own.devices * own.hourly_cost for own in times]
+    costs = [each.devices * each.hourly_cost for each in times]
     order = ("prefill", "decode") if costs[0] > costs[1] else ("decode", "prefill")
     for role in (*order, *order):
         scenario = _shrunk(scenario, role, attempted)
@@ -84,9 +84,9 @@ def _served(result: Result) -> tuple[int, int, float]:
     """Return how many requests met their objectives, how many got an answer, and the seconds of these in all."""
     classes = result.classes.values()
     return (
-        sum(own.good for own in classes),
-        sum(own.finished for own in classes),
-        sum(own.finished * own.seconds.mean for own in classes),
+        sum(each.good for each in classes),
+        sum(each.finished for each in classes),
+        sum(each.finished * each.seconds.mean for each in classes),
     )
 
 
@@ -97,9 +97,9 @@ def _shrunk(scenario: Scenario, role: str, attempted: Try) -> Scenario:
     best = scenario
     while least < most:
         count = (least + most) // 2
-        own = _with(scenario, *((count, scenario.decode) if role == "prefill" else (scenario.prefill, count)))
-        if attempted(own).is_met:
-            best, most = own, count
+        smaller = _with(scenario, *((count, scenario.decode) if role == "prefill" else (scenario.prefill, count)))
+        if attempted(smaller).is_met:
+            best, most = smaller, count
         else:
             least = count + 1
     return best

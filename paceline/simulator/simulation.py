@@ -126,8 +126,8 @@ class Simulation:
             levels=self._levels,
             decisions=[] if self._planner is None else self._planner.decisions,
             busy={
-                role: sum(own.busy_seconds for own in workers if own.role == role)
-                / max(1e-9, self.events.now * sum(own.role == role for own in workers))
+                role: sum(worker.busy_seconds for worker in workers if worker.role == role)
+                / max(1e-9, self.events.now * sum(worker.role == role for worker in workers))
                 for role in ("prefill", "decode")
             },
         )

@@ -24,8 +24,8 @@ def lines(found: Found) -> Iterator[str]:
         f"  {result.seconds:.0f} s simulated, {devices:.1f} devices on average, cost {three_digits(result.cost)} "
         f"({result.cost / max(1e-9, result.seconds) * 3600:.2f} an hour)"
     )
-    for name, own in sorted(result.classes.items()):
-        yield from _class_lines(name, own, scenario.objectives.latency(name))
+    for name, class_result in sorted(result.classes.items()):
+        yield from _class_lines(name, class_result, scenario.objectives.latency(name))
     busy = ", ".join(f"{role} workers compute {share:.0%} of the time" for role, share in result.busy.items() if share)
     yield f"  {busy or 'no worker computed'}; {result.preemptions} preemptions"
     for decision in result.decisions:
@@ -34,19 +34,19 @@ def lines(found: Found) -> Iterator[str]:
             yield f"             -> {effect}"
 
 
-def _class_lines(name: str, own: ClassResult, limits: Latency) -> Iterator[str]:
+def _class_lines(name: str, found: ClassResult, limits: Latency) -> Iterator[str]:
     label = f"class {name}: " if name else ""
-    verdict = "meets" if own.is_met else "misses"
-    why = ", ".join(f"{reason} {count}" for reason, count in sorted(own.refusals.items()))
+    verdict = "meets" if found.is_met else "misses"
+    why = ", ".join(f"{reason} {count}" for reason, count in sorted(found.refusals.items()))
     yield (
-        f"  {label}{own.requests} requests, {own.refused} refused{f' ({why})' if why else ''}, "
-        f"{own.attained:.1%} within objectives ({verdict} {limits.percentile:.0%}), "
-        f"goodput {three_digits(own.goodput)} requests/s, {own.hit_rate:.1%} cached"
+        f"  {label}{found.requests} requests, {found.refused} refused{f' ({why})' if why else ''}, "
+        f"{found.attained:.1%} within objectives ({verdict} {limits.percentile:.0%}), "
+        f"goodput {three_digits(found.goodput)} requests/s, {found.hit_rate:.1%} cached"
     )
     for title, times, limit in (
-        ("TTFT", own.ttft, limits.ttft),
-        ("ITL", own.itl, None),
-        ("mean ITL", own.mean_itl, limits.itl),
+        ("TTFT", found.ttft, limits.ttft),
+        ("ITL", found.itl, None),
+        ("mean ITL", found.mean_itl, limits.itl),
     ):
         goal = "" if limit is None else f"   objective {limit * 1000:g} ms"
         values = "  ".join(f"{part} {getattr(times, part) * 1000:8.1f}" for part in ("p50", "p90", "p95", "p99"))

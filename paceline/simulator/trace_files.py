@@ -32,11 +32,11 @@ def read_trace(path: Path) -> LoadTrace:
     block_tokens = 0
     for number, entry in _entries(path):
         try:
-            own = int(entry.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
-            if own <= 0 or own % BASE_TOKENS or block_tokens not in (0, own):
-                raise ValueError(f"blocks of {own} tokens; all must have the same multiple of {BASE_TOKENS}")
-            block_tokens = own
-            if request := _request(entry, own):
+            size = int(entry.get("block_tokens", MOONCAKE_BLOCK_TOKENS))
+            if size <= 0 or size % BASE_TOKENS or block_tokens not in (0, size):
+                raise ValueError(f"blocks of {size} tokens; all must have the same multiple of {BASE_TOKENS}")
+            block_tokens = size
+            if request := _request(entry, size):
                 requests.append(request)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)

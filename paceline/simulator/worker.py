@@ -181,10 +181,13 @@ class SimulatedWorker:
     def _goes_on_after(self, run: Run) -> bool:
         """Return whether there is work for the step after a run, so that this step is planned already."""
         end = run.index - self._offset + run.steps
-        rest = {own: own.computed + tokens < own.context or self._decodes(own) for own, tokens in run.chunks}
+        rest = {
+            sequence: sequence.computed + tokens < sequence.context or self._decodes(sequence)
+            for sequence, tokens in run.chunks
+        }
         return (
             any(first <= end for first, _ in self._joining.values())
-            or any(first <= end and rest.get(own, True) for own, first in self._prompts.items())
+            or any(first <= end and rest.get(sequence, True) for sequence, first in self._prompts.items())
             or any(row.end_step > end for row in self.rows)
         )
 
@@ -207,13 +210,13 @@ class SimulatedWorker:
 
     def _plan(self, step: int | None) -> Run | None:
         """Return the next steps; None if nothing may run in step number `step`. Without a number, everything may."""
-        joined = [own for own, (first, _) in self._joining.items() if step is None or first <= step]
+        joined = [prompt for prompt, (first, _) in self._joining.items() if step is None or first <= step]
         for sequence in joined:
             _, capacity = self._joining.pop(sequence)
             self.rows.join(sequence, capacity)
         times, rows = self.kit.times, self.rows.count
         drafts = times.drafts.most
-        waiting = (own for own, first in self._prompts.items() if step is None or first <= step)
+        waiting = (prompt for prompt, first in self._prompts.items() if step is None or first <= step)
         speed = self.tokens_per_second if self._planned_speed is None or step is None else self._planned_speed
         room = times.max_batched_tokens - rows - self._lingering
         chunks = plan_prompts(waiting, self._order, room, speed, self._events.now)
@@ -224,7 +227,7 @@ class SimulatedWorker:
         index = self.rows.step + self._offset
         if chunks:
             tokens = sum(count for _, count in chunks)
-            pairs = sum(count * (own.computed + count / 2) for own, count in chunks)
+            pairs = sum(count * (prompt.computed + count / 2) for prompt, count in chunks)
             first = times.steps.mixed_seconds(tokens, pairs, rows * (1 + drafts), context, rows * drafts)
             growth = 0.0
         else:

@@ -87,21 +87,21 @@ def _model_config(config: Config, where: str, name: str, table: object) -> Confi
         raise ConfigError(
             f"{where}: a model's name has 1 to {_NAME_CHARACTERS} visible characters, unlike {name!r:.80}"
         )
-    own: dict[str, Any] = {key.replace("-", "_"): value for key, value in table.items()}
-    if len(own) < len(table):
+    overrides: dict[str, Any] = {key.replace("-", "_"): value for key, value in table.items()}
+    if len(overrides) < len(table):
         raise ConfigError(f"{where}: [{name}] has an option twice, once with - and once with _; remove one of them")
     allowed = own_options(type(config))
-    if unknown := sorted(own.keys() - set(allowed)):
+    if unknown := sorted(overrides.keys() - set(allowed)):
         known = flag(unknown[0]) if unknown[0] in type(config).model_fields else ""
         reason = f"{known} holds for all models" if known else "there is no such option"
         raise ConfigError(f"{where}: [{name}] cannot have {unknown[0]!r}: {reason}")
-    if not own.get("model"):
+    if not overrides.get("model"):
         raise ConfigError(f"{where}: [{name}] needs a model, such as model = 'org/name'")
     if isinstance(config, GatewayConfig):
-        own = {"cluster": f"{config.cluster}-{name}", **own}
+        overrides = {"cluster": f"{config.cluster}-{name}", **overrides}
     values = {field: getattr(config, field) for field in config.model_fields_set}
     try:
-        return type(config)(**{**values, **own, "served_model_name": name, "models_file": ""})
+        return type(config)(**{**values, **overrides, "served_model_name": name, "models_file": ""})
     except ConfigError as error:
         raise ConfigError(f"{where}: [{name}] {error}") from None
 

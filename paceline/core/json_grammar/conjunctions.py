@@ -162,19 +162,19 @@ class Conjunctions:
         left: list[tuple[list[Any], Facts, frozenset[int]]] = [(list(parts)[::-1], (), frozenset())]
         while left:
             pending, facts, seen = left.pop()
-            own = set(seen)
+            seen_here = set(seen)
             while pending:
                 self.spend(1)
                 part = pending.pop()
                 if isinstance(part, _Own):
                     facts += (part.schema,)
                 elif isinstance(part, _Choice):
-                    self.spend(len(part.ways) * (1 + len(pending) + len(own)))
-                    branches = [([*pending, *reversed(way)], facts, frozenset(own)) for way in part.ways]
+                    self.spend(len(part.ways) * (1 + len(pending) + len(seen_here)))
+                    branches = [([*pending, *reversed(way)], facts, frozenset(seen_here)) for way in part.ways]
                     left += reversed(branches)
                     break
-                elif id(part) not in own:
-                    own.add(id(part))
+                elif id(part) not in seen_here:
+                    seen_here.add(id(part))
                     pending += reversed(self._open(part))
             else:
                 found.append(facts)
@@ -358,7 +358,7 @@ def _are_distinct(schemas: list[Any]) -> bool:
         values = schema.get("enum", [schema["const"]] if "const" in schema else None) if isinstance(schema, dict) else 0
         if not isinstance(values, list):
             return False
-        own = {repr(value) for value in values}
-        seen |= own
-        count += len(own)
+        texts = {repr(value) for value in values}
+        seen |= texts
+        count += len(texts)
     return len(seen) == count

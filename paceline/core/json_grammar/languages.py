@@ -49,8 +49,8 @@ def matches(matcher: LLMatcher, text: str) -> bool:
     tokens = list(text.encode())
     if len(tokens) > _MOST_BYTES:
         raise ConstraintError(f"a text of more than {_MOST_BYTES} bytes cannot be compared with a pattern")
-    own = matcher.deep_copy()
-    return own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()
+    copy = matcher.deep_copy()
+    return copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
 
 
 def is_readable_step(step: float) -> bool:

@@ -29,8 +29,8 @@ class ObjectMembers:
         self.names = list(dict.fromkeys([*(name for each in self._properties for name in each), *self.required]))
         self.patterns: dict[str, list[tuple[str, bool]]] = {}
         """The terminals of each pattern for names."""
-        for schema, own in zip(facts, self._patterns):
-            for pattern in own:
+        for schema, allowed in zip(facts, self._patterns):
+            for pattern in allowed:
                 self.patterns[pattern] = pattern_terminals(schema, "patternProperties", pattern, conjunctions)
         said = any("additionalProperties" in schema or "unevaluatedProperties" in schema for schema in facts)
         names_some = any("properties" in schema or "patternProperties" in schema for schema in facts)
@@ -47,11 +47,11 @@ class ObjectMembers:
         found: list[Any] = []
         is_evaluated = False
         for schema, properties, patterns in zip(self._facts, self._properties, self._patterns):
-            own = [properties[name]] if name is not None and name in properties else []
-            own += [value for pattern, value in patterns.items() if pattern in fitting]
-            own = own or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
-            is_evaluated = is_evaluated or bool(own)
-            found += own
+            applying = [properties[name]] if name is not None and name in properties else []
+            applying += [value for pattern, value in patterns.items() if pattern in fitting]
+            applying = applying or ([schema["additionalProperties"]] if "additionalProperties" in schema else [])
+            is_evaluated = is_evaluated or bool(applying)
+            found += applying
         if not is_evaluated:
             found += [schema["unevaluatedProperties"] for schema in self._facts if "unevaluatedProperties" in schema]
             found += [False] if self._is_closed and name not in self._required else []

@@ -76,9 +76,9 @@ def _scaled(value: Fraction, is_outside: bool, *, above: bool) -> str:
     if value == 0:
         return _SCIENTIFIC if above else _NOTHING
     mantissa, exponent = _normalized(value)
-    own = _above(mantissa, is_outside) if above else _below(mantissa, is_outside)
+    mantissas = _above(mantissa, is_outside) if above else _below(mantissa, is_outside)
     others = _exponents(exponent, above=above)
-    return f"[1-9]{_FRACTION}[eE]({others})|({own})[eE]{_exponent(exponent)}"
+    return f"[1-9]{_FRACTION}[eE]({others})|({mantissas})[eE]{_exponent(exponent)}"
 
 
 def _normalized(value: Fraction) -> tuple[Fraction, int]:

@@ -162,13 +162,13 @@ def _listed_names(builder: Builder, facts: Facts) -> list[str] | None:
         values = [values_of(way) for way in ways]
         if any(each is None for each in values):
             continue
-        own = [
+        names = [
             value
             for way, each in zip(ways, values)
             for value in each or ()
             if isinstance(value, str) and fits_facts(value, way, builder.conjunctions)
         ]
-        found = own if found is None else [name for name in found if name in own]
+        found = names if found is None else [name for name in found if name in names]
     return found
 
 

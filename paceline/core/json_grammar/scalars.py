@@ -113,8 +113,8 @@ def _for_library(builder: Builder, step: Fraction) -> int | float | None:
 def _step(builder: Builder, facts: Facts) -> Fraction | None:
     """Return the number of which a number must be a multiple; None if there is none."""
     step: Fraction | None = None
-    for schema, own in steps(facts, builder.conjunctions):
-        both = own if step is None else _common_multiple(step, own)
+    for schema, other in steps(facts, builder.conjunctions):
+        both = other if step is None else _common_multiple(step, other)
         if _coefficient(both) > MAX_MULTIPLE:
             reason = f"multipleOf {schema['multipleOf']} takes too long to enforce; it can be at most {MAX_MULTIPLE}"
             builder.conjunctions.refuse(schema, "multipleOf", reason)

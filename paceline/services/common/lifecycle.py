@@ -67,12 +67,12 @@ def reachable_address(config: ServiceConfig, port: int) -> str:
     """Return the host:port at which other hosts reach this service. Raises ConfigError if it cannot be found out."""
     host = (config.advertise or config.host).strip("[]")
     if host in ("0.0.0.0", "::"):
-        own = best_address(_own_addresses(config.redis, socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC))
-        if own is None:
+        address = best_address(_own_addresses(config.redis, socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC))
+        if address is None:
             raise ConfigError(
                 f"cannot find the address at which others reach {socket.gethostname()}; add --advertise HOST"
             )
-        host = own
+        host = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

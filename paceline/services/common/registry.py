@@ -123,8 +123,8 @@ class Member:
         if not message.worker_id or message.role not in _ROLES or message.state not in _STATES:
             return None
         values = {name: getattr(message, name) for name in _FIELDS}
-        own = {"numerics": _numerics_from_pb(message.numerics), "wire": WireVersions.from_pb(message.wire)}
-        return Member(**{**values, **own, "files": dict(message.files)})
+        parsed = {"numerics": _numerics_from_pb(message.numerics), "wire": WireVersions.from_pb(message.wire)}
+        return Member(**{**values, **parsed, "files": dict(message.files)})
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Member))

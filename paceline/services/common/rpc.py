@@ -71,7 +71,9 @@ def open_channel(
         channel = grpc.aio.insecure_channel(address, options=options)
     else:
         options += (("grpc.ssl_target_name_override", tls.name),) if tls.name else ()
-        channel = TlsChannel(tls, lambda own: grpc.aio.secure_channel(address, own, options=options))
+        channel = TlsChannel(
+            tls, lambda channel_credentials: grpc.aio.secure_channel(address, channel_credentials, options=options)
+        )
     prover = Prover(credentials.secret, meant or address) if credentials.secret else None
     return ChannelWithMetadata(channel, (HEADER, str(wire)), prover)
 
@@ -107,8 +109,8 @@ class RpcServer:
         secret = (RequireProof(credentials.secret, self._known_as),) if credentials.secret else ()
         guards = (*secret, RequireWire(wire))
         # Without so_reuseport a second start on a taken port fails. A connection without a handshake is closed in 10 s.
-        own = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
-        self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + own)
+        fixed = (("grpc.so_reuseport", 0), ("grpc.server_handshake_timeout_ms", 10_000))
+        self.server = grpc.aio.server(interceptors=guards, options=_OPTIONS + fixed)
         self._credentials = credentials
         self._health = _Health(credentials.secret)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

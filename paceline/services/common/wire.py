@@ -144,8 +144,8 @@ def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogpr
     """Yield messages with the logprobs of prompt tokens, several if the logprobs are of many tokens each."""
     count = max(1, MESSAGE_LOGPROBS // max((len(token.logprobs) for token in tokens), default=1))
     for start in range(0, len(tokens), count):
-        own = tokens[start : start + count]
-        yield pb.PromptLogprobs(first=first + start, tokens=[token_to_pb(token) for token in own])
+        part = tokens[start : start + count]
+        yield pb.PromptLogprobs(first=first + start, tokens=[token_to_pb(token) for token in part])
 
 
 def span_to_pb(span: MediaSpan) -> pb.MediaSpan:
@@ -157,8 +157,14 @@ def spans_from_pb(messages: Sequence[pb.MediaSpan]) -> tuple[MediaSpan, ...]:
     """Return the spans of a context. Raises InvalidRequestError if they are not in order and apart from each other, or
     if one has a grid of another size."""
     spans = tuple(
-        MediaSpan(own.start, own.length, own.digest, _media_kind(own.kind), _grid(own.grid, own.length))
-        for own in messages
+        MediaSpan(
+            message.start,
+            message.length,
+            message.digest,
+            _media_kind(message.kind),
+            _grid(message.grid, message.length),
+        )
+        for message in messages
     )
     if any(len(span.digest) != DIGEST_BYTES or span.length < 1 for span in spans):
         raise InvalidRequestError(f"a span of media has no token or a digest that is not of {DIGEST_BYTES} bytes")
@@ -181,9 +187,9 @@ def context_from_pb(work: pb.Work) -> Context:
     return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media), shared_tokens=work.shared_tokens)
 
 
-def media_input_to_pb(own: MediaInput) -> pb.MediaInput:
+def media_input_to_pb(media: MediaInput) -> pb.MediaInput:
     return pb.MediaInput(
-        kind=_MEDIA_KINDS[own.kind], length=own.length, dtype=own.dtype, shape=own.shape, data=own.data
+        kind=_MEDIA_KINDS[media.kind], length=media.length, dtype=media.dtype, shape=media.shape, data=media.data
     )
 
 

@@ -70,13 +70,13 @@ class Asked:
         A platform that has given workers up wants fewer, which is nobody's edit.
         """
         edits: dict[Role, int] = {}
-        for role, own in state.roles.items():
-            lost = max(0, own.given_up - self._given_up.get(role, own.given_up))
-            asked = self._numbers.get(role, {own.wanted})
-            if not any(number - lost <= own.wanted <= number for number in asked):
-                edits[role] = own.wanted
-        self._numbers = {role: {own.wanted} for role, own in state.roles.items()}
-        self._given_up = {role: own.given_up for role, own in state.roles.items()}
+        for role, counts in state.roles.items():
+            lost = max(0, counts.given_up - self._given_up.get(role, counts.given_up))
+            asked = self._numbers.get(role, {counts.wanted})
+            if not any(number - lost <= counts.wanted <= number for number in asked):
+                edits[role] = counts.wanted
+        self._numbers = {role: {counts.wanted} for role, counts in state.roles.items()}
+        self._given_up = {role: counts.given_up for role, counts in state.roles.items()}
         return edits
 
     async def changes(self) -> dict[Role, Changes]:

@@ -144,7 +144,7 @@ class ReportBuilder:
 
     def waits_without_worker(self) -> bool:
         """Return whether requests wait although no decode worker serves or starts."""
-        waiting = any(own.waiting for known in self._of("gateway") for own in known.seen.member.traffic.classes)
+        waiting = any(load.waiting for known in self._of("gateway") for load in known.seen.member.traffic.classes)
         return waiting and not any(known.seen.member.state != "draining" for known in self._of("decode"))
 
     def _of(self, role: str) -> list[_Known]:
@@ -248,12 +248,12 @@ class ReportBuilder:
         gains: dict[str, list[_Gain]] = {}
         seconds = 0.0
         for known in gateways:
-            before, own = known.member_before, known.seen.member
-            earlier = before.traffic if before is not None and before.epoch == own.epoch else TrafficReport()
-            if before is None and own.traffic.seconds > 2 * interval:
-                earlier = own.traffic  # it has counted for long before this planner began
-            seconds = max(seconds, own.traffic.seconds - earlier.seconds)
-            for name, gain in _gains(earlier, own.traffic).items():
+            before, member = known.member_before, known.seen.member
+            earlier = before.traffic if before is not None and before.epoch == member.epoch else TrafficReport()
+            if before is None and member.traffic.seconds > 2 * interval:
+                earlier = member.traffic  # it has counted for long before this planner began
+            seconds = max(seconds, member.traffic.seconds - earlier.seconds)
+            for name, gain in _gains(earlier, member.traffic).items():
                 gains.setdefault(name, []).append(gain)
         return {name: _merged(parts, seconds) for name, parts in gains.items()}
 
@@ -267,8 +267,8 @@ class _Gain(NamedTuple):
 
 
 def _gains(before: TrafficReport, after: TrafficReport) -> dict[str, _Gain]:
-    earlier = {own.name: own for own in before.classes}
-    return {own.name: _gain(earlier.get(own.name, ClassTraffic()), own) for own in after.classes}
+    earlier = {each.name: each for each in before.classes}
+    return {each.name: _gain(earlier.get(each.name, ClassTraffic()), each) for each in after.classes}
 
 
 def _gain(before: ClassTraffic, after: ClassTraffic) -> _Gain:

@@ -185,7 +185,7 @@ class PlannerService:
         if revision_of(state, pinned, report.workers) != decision.expects:
             log.info("not done, because somebody else has changed the fleet meanwhile: %s", decision.line)
             return False
-        before = {role: own.wanted for role, own in state.roles.items()}
+        before = {role: counts.wanted for role, counts in state.roles.items()}
         for action in actions:
             after = _after(action, before)
             await self._asked.note(before, after, pinned)

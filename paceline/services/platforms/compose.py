@@ -88,13 +88,13 @@ class Container:
                 know a worker.
             leaving: ids of the containers that end after their drain.
         """
-        own, labels = listed["Id"], listed["Labels"]
+        container_id, labels = listed["Id"], listed["Labels"]
         number = str(labels.get(NUMBER, "0"))
         runs = listed["State"] in ("running", "restarting", "paused")
-        leaves = own in leaving or listed["State"] == "removing"
-        role = worker.role if worker else last.get(own, service_role)
+        leaves = container_id in leaving or listed["State"] == "removing"
+        role = worker.role if worker else last.get(container_id, service_role)
         return Container(
-            own,
+            container_id,
             labels[SERVICE],
             int(number) if number.isdigit() else 0,
             role=role if runs or leaves else service_role,
@@ -181,9 +181,9 @@ class ComposePlatform:
         roles: dict[Role, PlatformRole] = {}
         for role in ROLES:
             if any(each.service == self._prefix + role for each in found):
-                own = [each for each in found if each.role == role]
-                running = sum(each.runs and not each.leaves for each in own)
-                roles[role] = PlatformRole(running, running, sum(each.leaves for each in own))
+                members = [each for each in found if each.role == role]
+                running = sum(each.runs and not each.leaves for each in members)
+                roles[role] = PlatformRole(running, running, sum(each.leaves for each in members))
         return PlatformState(roles)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
@@ -191,7 +191,7 @@ class ComposePlatform:
         async with self._acting:
             found = await self._containers()
             service = self._prefix + role
-            own = [each for each in found if each.service == service]
+            members = [each for each in found if each.service == service]
             staying = [each for each in found if not each.leaves and not each.is_dead]
             running = [each for each in staying if each.role == role and each.runs]
             for each in leaving(running, len(running) - wanted, victims):
@@ -203,7 +203,7 @@ class ComposePlatform:
             lacking = wanted - len(running)
             for each in stopped[: max(0, lacking)]:
                 await self._call(self._engine.start, each.id)
-            used = {each.number for each in own}
+            used = {each.number for each in members}
             for _ in range(lacking - len(stopped)):
                 if not copies:
                     raise UnavailableError(f"the compose project {self._project} has no container of {service} to copy")
@@ -308,7 +308,7 @@ def copied_config(found: Json, number: int) -> Json:
     service = config["Labels"][SERVICE]
     # Networks of the engine itself, such as "none", take no aliases.
     networks = {
-        name: {"Aliases": [service]} if service in (own.get("Aliases") or ()) else {}
-        for name, own in found["NetworkSettings"]["Networks"].items()
+        name: {"Aliases": [service]} if service in (network.get("Aliases") or ()) else {}
+        for name, network in found["NetworkSettings"]["Networks"].items()
     }
     return {**config, "HostConfig": found["HostConfig"], "NetworkingConfig": {"EndpointsConfig": networks}}

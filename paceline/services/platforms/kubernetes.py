@@ -93,10 +93,10 @@ class KubernetesPlatform:
         roles: dict[Role, PlatformRole] = {}
         trouble: dict[Role, str] = {}
         for role, deployment, wanted in parts:
-            own = [pod for pod in self._book.pods(component_of(role)) if pod.role == role]
-            running = sum(pod.phase == "Running" for pod in living(own))
-            roles[role] = PlatformRole(wanted, running, sum(pod.ending for pod in own))
-            if reason := problem_of(own) or failure_of(deployment):
+            pods = [pod for pod in self._book.pods(component_of(role)) if pod.role == role]
+            running = sum(pod.phase == "Running" for pod in living(pods))
+            roles[role] = PlatformRole(wanted, running, sum(pod.ending for pod in pods))
+            if reason := problem_of(pods) or failure_of(deployment):
                 trouble[role] = reason
         return PlatformState(roles, trouble)
 

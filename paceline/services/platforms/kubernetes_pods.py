@@ -128,9 +128,10 @@ class PodBook:
 
     def pods(self, component: str) -> list[Pod]:
         """Return the pods of a Deployment, the oldest first, without pods that have ended."""
-        own = [pod for pod in self._pods.values() if pod.component == component]
+        members = [pod for pod in self._pods.values() if pod.component == component]
         return sorted(
-            (pod for pod in own if pod.phase not in ("Succeeded", "Failed")), key=lambda pod: (pod.created, pod.name)
+            (pod for pod in members if pod.phase not in ("Succeeded", "Failed")),
+            key=lambda pod: (pod.created, pod.name),
         )
 
 
@@ -165,8 +166,8 @@ def choose_victims(pods: Sequence[Pod], role: Role, count: int, wished: Sequence
     """
     alive = living(pods)
     places = {name: place for place, name in enumerate(wished)}
-    own = sorted((pod for pod in alive if pod.role == role), key=lambda pod: pod.created, reverse=True)
-    chosen = sorted(own, key=lambda pod: (pod.rank, places.get(pod.name, len(places))))[:count]
+    members = sorted((pod for pod in alive if pod.role == role), key=lambda pod: pod.created, reverse=True)
+    chosen = sorted(members, key=lambda pod: (pod.rank, places.get(pod.name, len(places))))[:count]
     last = max((pod.rank for pod in chosen), default=None)
     for pod in alive:
         if last is not None and pod not in chosen and pod.rank < last:

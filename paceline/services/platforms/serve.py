@@ -33,9 +33,9 @@ class ServePlatform:
         # A process that has ended is started again, so all that are wanted run, or nearly so.
         return PlatformState(
             {
-                role: PlatformRole(own["wanted"], own["wanted"], own["draining"], own["given_up"])
+                role: PlatformRole(counts["wanted"], counts["wanted"], counts["draining"], counts["given_up"])
                 for role in ROLES
-                if (own := answer[role])
+                if (counts := answer[role])
             }
         )
 

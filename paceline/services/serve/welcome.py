@@ -99,9 +99,9 @@ def _curl(config: ServeConfig, address: str) -> str:
 
 def _certificate_lines(config: ServeConfig) -> list[str]:
     # The certificate is for the name by which clients reach the server, which need not be this address.
-    own = [f"--cacert {shlex.quote(config.ssl_certfile)}"] if config.ssl_certfile else []
+    trusted = [f"--cacert {shlex.quote(config.ssl_certfile)}"] if config.ssl_certfile else []
     required = config.ssl_cert_reqs == ssl.CERT_REQUIRED
-    return [*own, *(["--cert YOUR_CERTIFICATE --key YOUR_KEY_FILE"] if required else [])]
+    return [*trusted, *(["--cert YOUR_CERTIFICATE --key YOUR_KEY_FILE"] if required else [])]
 
 
 def _key_lines(config: ServeConfig) -> list[str]:

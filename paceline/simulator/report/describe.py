@@ -31,7 +31,7 @@ def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Se
         notes: conclusions in sentences.
     """
     profile, classes = scenario.profile, result.classes
-    shown = {each or "default": _class(own, scenario.objectives.latency(each)) for each, own in classes.items()}
+    shown = {each or "default": _class(found, scenario.objectives.latency(each)) for each, found in classes.items()}
     return ShownSimulation(
         name=name,
         load=load,
@@ -67,48 +67,48 @@ def _percentiles(times: Times, count: float) -> ReportPercentiles:
     )
 
 
-def _class(own: ClassResult, latency: Latency) -> ShownClass:
+def _class(result: ClassResult, latency: Latency) -> ShownClass:
     has_objectives = latency.ttft is not None or latency.itl is not None
     return ShownClass(
-        requests=own.requests,
-        finished=own.finished,
-        refused=own.refused,
-        refusals=own.refusals,
-        ttft=_percentiles(own.ttft, own.finished),
-        itl=_percentiles(own.itl, own.answer_tokens - own.finished),
-        total=_percentiles(own.seconds, own.finished),
+        requests=result.requests,
+        finished=result.finished,
+        refused=result.refused,
+        refusals=result.refusals,
+        ttft=_percentiles(result.ttft, result.finished),
+        itl=_percentiles(result.itl, result.answer_tokens - result.finished),
+        total=_percentiles(result.seconds, result.finished),
         ttft_objective=latency.ttft,
         itl_objective=latency.itl,
-        within=own.attained if has_objectives else None,
-        goodput=own.goodput,
-        prompt_tokens=own.prompt_tokens,
-        answer_tokens=own.answer_tokens,
-        cached_tokens=round(own.prompt_tokens * own.hit_rate),
+        within=result.attained if has_objectives else None,
+        goodput=result.goodput,
+        prompt_tokens=result.prompt_tokens,
+        answer_tokens=result.answer_tokens,
+        cached_tokens=round(result.prompt_tokens * result.hit_rate),
     )
 
 
 def _together(shown: Sequence[ShownClass]) -> ShownClass:
     """Return the sums of all classes, and the percentiles of the slowest one."""
-    requests = sum(own.requests for own in shown)
-    judged = [own for own in shown if own.within is not None]
+    requests = sum(one.requests for one in shown)
+    judged = [one for one in shown if one.within is not None]
 
     def worst(times: Sequence[ReportPercentiles]) -> ReportPercentiles:
         return max(times, key=lambda each: each.p99 or 0.0, default=ReportPercentiles())
 
     return ShownClass(
         requests=requests,
-        finished=sum(own.finished for own in shown),
-        refused=sum(own.refused for own in shown),
-        ttft=worst([own.ttft for own in shown]),
-        itl=worst([own.itl for own in shown]),
-        total=worst([own.total for own in shown]),
-        within=sum((own.within or 0.0) * own.requests for own in judged) / max(1, sum(own.requests for own in judged))
+        finished=sum(one.finished for one in shown),
+        refused=sum(one.refused for one in shown),
+        ttft=worst([one.ttft for one in shown]),
+        itl=worst([one.itl for one in shown]),
+        total=worst([one.total for one in shown]),
+        within=sum((one.within or 0.0) * one.requests for one in judged) / max(1, sum(one.requests for one in judged))
         if judged
         else None,
-        goodput=sum(own.goodput for own in shown),
-        prompt_tokens=sum(own.prompt_tokens for own in shown),
-        answer_tokens=sum(own.answer_tokens for own in shown),
-        cached_tokens=sum(own.cached_tokens for own in shown),
+        goodput=sum(one.goodput for one in shown),
+        prompt_tokens=sum(one.prompt_tokens for one in shown),
+        answer_tokens=sum(one.answer_tokens for one in shown),
+        cached_tokens=sum(one.cached_tokens for one in shown),
     )
 
 
