@@ -35,14 +35,13 @@ from paceline.services.gateway.api.tokens.score_api import add_score_api
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.access.cors import cors_options
 from paceline.services.gateway.http.access.decisions import DECISIONS, check_decided
-from paceline.services.gateway.http.access.guard import Guard, warn_without_admins
 from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.http.bounds import Bounds
-from paceline.services.gateway.http.errors import install_error_handlers
-from paceline.services.gateway.http.head import HeadMiddleware
+from paceline.services.gateway.http.error_responses import install_error_handlers
+from paceline.services.gateway.http.guard import Guard, warn_without_admins
 from paceline.services.gateway.http.memory import BodyMemory
-from paceline.services.gateway.http.middleware import CountResponsesMiddleware, RequestIdMiddleware
-from paceline.services.gateway.http.paths import PathMiddleware, check_root_path
+from paceline.services.gateway.http.middleware import CountResponsesMiddleware, RequestScopeMiddleware
+from paceline.services.gateway.http.paths import HeadMiddleware, PathMiddleware, check_root_path
 from paceline.services.gateway.http.reading import BodyRoute
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
@@ -90,8 +89,6 @@ def create_app(gateway: Gateway) -> FastAPI:
         # We make our own spans and metrics. A second set would cost as much as all else that comes before placement.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    bounds = app.state.bounds = Bounds.of(config)
-    app.state.bodies = gateway.bodies
     app.router.route_class = BodyRoute
     add_schema(app, _REFERENCED)
     install_error_handlers(app)
@@ -123,13 +120,16 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.add_middleware(
         BodyMiddleware,
         max_bytes=config.max_body_bytes,
-        bounds=bounds,
-        memory=BodyMemory(parse_bytes(config.body_memory)),
         max_upload_bytes=parse_bytes(config.max_file_size),
     )
     if (cors := cors_options(config)) is not None:
         app.add_middleware(CORSMiddleware, **cors)
-    app.add_middleware(RequestIdMiddleware)
+    app.add_middleware(
+        RequestScopeMiddleware,
+        pool=gateway.bodies,
+        bounds=Bounds.of(config),
+        memory=BodyMemory(parse_bytes(config.body_memory)),
+    )
     app.add_middleware(CountResponsesMiddleware, count=gateway.metrics.count_response)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(PathMiddleware, root_path=config.root_path)

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -24,6 +23,7 @@ from paceline.services.gateway.http.access.book import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
 from paceline.services.gateway.http.errors import ApiError, LeavingError, NoWorkerError
 from paceline.services.gateway.http.pool import FairPool
+from paceline.services.gateway.http.refusals import Reason
 from paceline.services.gateway.model_fleet import ModelFleet, Shared
 from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.planning.media.items import NO_MEDIA
@@ -52,7 +52,7 @@ class Gateway:
         classes = read_classes(config.classes_file)
         admin_keys = listed(config.admin_key) or env.admin_keys()
         self.keys = AccessBook(client_keys, admin_keys, config.api_keys_file, classes)
-        self.limiter = Limiter(self.keys, self._gateways)
+        self.limiter = Limiter(self.keys, self._gateways, self._count_limited)
         self.started = int(time.time())
         self.draining = False
         """Whether new requests are refused."""
@@ -75,9 +75,6 @@ class Gateway:
         fleets = (ModelFleet(own, tokenizer, shared, index) for index, (own, tokenizer) in enumerate(models))
         self.models = {fleet.name: fleet for fleet in fleets}
         """The models by their names in the API."""
-        only = next(iter(self.models)) if len(self.models) == 1 else ""
-        # A limit is applied before the body is read, so that only one model is known by its name then.
-        self.limiter.on_refused = partial(self.metrics.count_refusal, only)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
@@ -162,6 +159,11 @@ class Gateway:
     def _check_stays(self) -> None:
         if self.draining:
             raise LeavingError
+
+    def _count_limited(self, request_class: str, reason: Reason) -> None:
+        """Count a request that a limit of its key refuses, before its body is read: only a single model is known."""
+        only = next(iter(self.models)) if len(self.models) == 1 else ""
+        self.metrics.count_refusal(only, request_class, reason)
 
     def _gateways(self) -> Gateways:
         """Return what all gateways tell about keys. Each of them tells it in the fleets of all of its models."""

@@ -28,14 +28,14 @@ from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.event_streams import until_disconnect
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.answers.registry import choose_forms
 from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.planning.media.loader import MediaService
 from paceline.services.gateway.planning.media.preparation import MediaPreparer
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel
-from paceline.services.gateway.planning.request_headers import is_background, request_class_of, timeout_of
+from paceline.services.gateway.planning.request_headers import timeout_of
 from paceline.services.gateway.planning.sampling import LogprobRules
 from paceline.services.gateway.planning.scoring import Scoring
 from paceline.services.gateway.planning.sharing import CacheSalts, SharedPrompts, read_shared_prompts
@@ -199,13 +199,13 @@ class ModelFleet:
         """
         decodes = KINDS[kind].decodes
         if not self.fleet.has_worker(decodes):
-            seconds = life_seconds(self.config.request_seconds, timeout_of(request), is_background(request))
-            state, request_class = request.state, request_class_of(request)
+            scope = scope_of(request)
+            seconds = life_seconds(self.config.request_seconds, timeout_of(request), scope.is_background)
             wait = self.runner.worker_wait.until_ready(
-                state.arrived + seconds, decodes=decodes, request_class=request_class, waited=state.waited
+                scope.arrived + seconds, decodes=decodes, request_class=scope.request_class, waited=scope.waited
             )
             with self.runner.traffic.unplanned():
-                state.waited = await until_disconnect(request.receive, wait)
+                scope.waited = await until_disconnect(request.receive, wait)
         longest = self.fleet.max_model_len(decodes)
         rules = self._logprob_rules
         return ServedModel(self.tokenizer, longest, self.forms, rules, shared_prompts=self._shared_prompts)

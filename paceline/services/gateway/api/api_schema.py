@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict
 from pydantic.json_schema import models_json_schema
 
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside
 
 _REFERENCE = "#/components/schemas/{model}"
 

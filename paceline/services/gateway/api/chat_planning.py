@@ -10,9 +10,8 @@ from typing import TypeVar
 from fastapi import Request
 
 from paceline.services.gateway.api.resume import rendering_time
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.event_streams import until_disconnect
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.chat_prompt import media_of, render_chat
 from paceline.services.gateway.planning.media.expansion import Expansions
@@ -38,15 +37,15 @@ async def with_media(
     """
     items = [item for chat in chats for item in media_of(chat.messages, model.tokenizer)]
     options = chats[0].mm_processor_kwargs
-    budget = request.state.resources.enter_context(model.media.memory.request())
-    owner = owner_of(request)
+    scope = scope_of(request)
+    budget = scope.resources.enter_context(model.media.memory.request())
     most_tokens = model.fleet.max_model_len() * len(chats) or None
     work = model.media_preparer.plan(
         items,
         make,
         budget=budget,
         options=options,
-        owner=owner,
+        owner=scope.owner,
         param=param,
         most_tokens=most_tokens,
         keeps_newest=keeps_newest,
@@ -68,7 +67,7 @@ async def plan_with_media(
     """Return the plan that `make` makes of chats and their media, after a worker is ready."""
     served = dataclasses.replace(await model.served_model(request), now=rendering_time(request.headers))
     plan = await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
-    return await model.constrained(plan, owner_of(request))
+    return await model.constrained(plan, scope_of(request).owner)
 
 
 async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:

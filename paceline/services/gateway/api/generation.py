@@ -16,21 +16,15 @@ from paceline.services.common.cancellation import own_cancellation
 from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
 from paceline.services.gateway.api.resume import StreamIds
 from paceline.services.gateway.fleet.event_feed import Mailbox
-from paceline.services.gateway.http.access.admission import Admission
+from paceline.services.gateway.http.request_scope import RequestScope
+from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import name_client_field
 from paceline.services.gateway.planning.cache_hints import OPEN_CALL, hints_after
-from paceline.services.gateway.planning.media.budget import MemoryBudget
 from paceline.services.gateway.planning.media_prompt import media_tokens
 from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.gateway.sequences.attempt import Event
-from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.sequences.running import RunningRequests
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
-from paceline.services.gateway.telemetry.metrics import Metrics
-from paceline.services.gateway.telemetry.trace_book import TraceBook
-from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 
 log = logging.getLogger(__name__)
 
@@ -39,46 +33,23 @@ class Generation:
     """All choices of one request.
 
     Args:
-        trace: the request's trace. It is in `traces` from the beginning.
-        requests: where the generation can be found by the request's id while it runs.
-        media_memory: counts the inputs of encoders, which stay in memory until the request ends.
-        resources: what the request holds until the generation runs, such as the memory of its media.
-        admission: counts what the request uses of its key's limits.
-        recorder: records the sequences that end; None if nothing is recorded.
+        trace: the request's trace. It is in the model's book of traces while the generation runs, and a while after.
+        scope: has what the request holds until the generation runs, such as the memory of its media, and counts what
+            the request uses of its key's limits.
         ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        trace: RequestTrace,
-        *,
-        runner: SequenceRunner,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-        traces: TraceBook,
-        requests: RunningRequests,
-        media_memory: MemoryBudget,
-        resources: contextlib.ExitStack,
-        admission: Admission,
-        recorder: TraceRecorder | None,
-        ids: StreamIds | None = None,
+        self, model: ModelFleet, plan: Plan, trace: RequestTrace, scope: RequestScope, ids: StreamIds | None = None
     ) -> None:
+        self._model = model
         self.plan = plan
         self.ids = ids
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self._trace = trace
-        self._traces = traces
-        self._requests = requests
-        self._media_memory = media_memory
-        self._resources = resources
-        self._admission = admission
-        self._recorder = recorder
+        self._scope = scope
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
-        self._runner = runner
-        self._tokenizer = tokenizer
-        self._metrics = metrics
         self._came: Mailbox[Delta | Exception | None] = Mailbox()
         """Deltas and errors that the client has not read yet; None marks the end of a choice."""
         self._left = len(plan.prompts) * plan.n
@@ -119,23 +90,23 @@ class Generation:
             for prompt in self.plan.prompts
             for span, own in zip(prompt.media, prompt.inputs, strict=True)
         }
-        self._admission.run()
+        self._scope.admission.run()
         # Nothing runs in between, so no other request gets the memory.
-        self._resources.close()
+        self._scope.resources.close()
         try:
-            with self._admission, self._media_memory.hold(sum(inputs.values())):
+            with self._scope.admission, self._model.media.memory.hold(sum(inputs.values())):
                 async with self._running():
                     yield
         finally:
             is_computed = any(record.admitted is not None for record in self._trace.records)
-            self._admission.settle(self._prompt_tokens if is_computed else 0)
+            self._scope.admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
-        self._traces.open(self._trace)
+        self._model.traces.open(self._trace)
         try:
-            with self._requests.running(self._trace.request_id, self._trace.owner, self.abort):
+            with self._model.requests.running(self._trace.request_id, self._trace.owner, self.abort):
                 yield
         finally:
             for task in self._tasks:
@@ -143,7 +114,7 @@ class Generation:
             try:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
-                self._traces.close(self._trace)
+                self._model.traces.close(self._trace)
                 # A task that has failed or was cancelled knows this object by its traceback. So do errors that nobody
                 # has read. The cycles would stay in memory until the next full garbage collection.
                 self._tasks.clear()
@@ -184,7 +155,7 @@ class Generation:
         return [join_deltas(choices[index]) for index in sorted(choices)]
 
     async def _run_choice(self, index: int) -> None:
-        choice = Choice(index, self.plan, self._tokenizer)
+        choice = Choice(index, self.plan, self._model.tokenizer)
         try:
             await self._generate(index, choice)
         except asyncio.CancelledError:
@@ -201,12 +172,12 @@ class Generation:
             # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
             await self._has_begun[which].wait()
         record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
-        begun = self._has_begun[which]
+        begun, model, admission = self._has_begun[which], self._model, self._scope.admission
 
         def take(event: Event) -> None:
             before = choice.tokens
             delta = choice.take(event)
-            self._admission.spend(choice.tokens - before, self._prompt_tokens)
+            admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
                 self._cached_tokens[which] = record.cached_tokens
             if delta is not None:
@@ -244,11 +215,11 @@ class Generation:
                     trace=record,
                 )
                 with contextlib.suppress(_TextEndedError), own_cancellation(_cancelled):
-                    await self._runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
+                    await model.runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
                 length = len(sequence.context)
                 hints = hints_after(prompt.marks, self.plan.retention, learnt, length, self.plan.owner)
-                self._runner.expect(sequence, hints)
+                model.runner.expect(sequence, hints)
                 self._came.put(None)
             except Exception as error:
                 error = name_client_field(error, prompt.sampling.constraint)
@@ -256,11 +227,11 @@ class Generation:
                 self._came.put(error)
             finally:
                 record.end_attempt(choice.outcome, choice.why)
-                self._metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
+                model.metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
                 _log(record, choice, self._trace.model)
-                if self._recorder is not None and sequence is not None:
-                    self._recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
+                if model.recorder is not None and sequence is not None:
+                    model.recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
                 record.end(choice.outcome, choice.why, choice.tokens)
 
 

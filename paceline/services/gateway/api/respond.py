@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-import uuid
 from collections.abc import Callable
 
 from fastapi import Request
@@ -16,12 +15,10 @@ from paceline.services.gateway.api.generation import Generation
 from paceline.services.gateway.api.response_format import Json, ResponseFormat
 from paceline.services.gateway.api.resume import Origin, StreamIds, answer_digest, received_id, wants_ids
 from paceline.services.gateway.api.streaming import ChunkWriter, StreamWriter, event_stream
-from paceline.services.gateway.http.access.callers import caller_of
-from paceline.services.gateway.http.access.limiter import admission_of
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import EventStreamResponse, until_disconnect
 from paceline.services.gateway.http.middleware import is_valid_id
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import unenforced_header
 from paceline.services.gateway.planning.named_request import NamedRequest
@@ -44,13 +41,13 @@ def choose_id(wanted: str | None, request: Request) -> str:
     Raises:
         ApiError: the body's id is not valid.
     """
-    state = request.state
-    if wanted is not None and not state.client_chose_id:
+    scope = scope_of(request)
+    if wanted is not None and not scope.client_chose_id:
         if not is_valid_id(wanted):
             raise ApiError(400, "request_id must be 1 to 128 visible ASCII characters", param="request_id")
         set_request_id(wanted)
-        state.request_id, state.client_chose_id = wanted, True
-    return str(state.request_id)
+        scope.id, scope.client_chose_id = wanted, True
+    return scope.id
 
 
 async def start(
@@ -64,48 +61,22 @@ async def start(
     Raises ApiError if a header is not valid, if it continues the stream of another answer, or if the caller's key has
     no tokens left.
     """
+    scope = scope_of(request)
     plan, ids = with_headers(plan, request), None
-    plan = dataclasses.replace(plan, cache_salt=model.cache_salts.salt(caller_of(request), plan.cache_salt))
+    plan = dataclasses.replace(plan, cache_salt=model.cache_salts.salt(scope.caller, plan.cache_salt))
     if resumable is not None and wants_ids(request.headers):
         plan, ids = await aside(request, _with_ids, plan, resumable, request)
     else:
         plan = plan.seeded(secrets.randbits(64))
-    request.state.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
-    caller, admission = caller_of(request), admission_of(request)
-    admission.charge(
+    scope.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
+    scope.admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
         sum(prompt.sampling.max_tokens for prompt in plan.prompts) * plan.n,
     )
-    request.state.resources.callback(admission.refund)
-    request_id: str = request.state.request_id
-    if request.state.client_chose_id:
-        # Clients reuse ids, above all when they retry, but workers need a unique id.
-        request_id = f"{request_id}-{uuid.uuid4().hex[:12]}"
-    trace = RequestTrace.of(
-        plan,
-        request.state.request_id,
-        request_id,
-        request.url.path,
-        request.state.arrived,
-        is_streamed,
-        caller.owner,
-        model.name,
-    )
+    scope.resources.callback(scope.admission.refund)
+    trace = RequestTrace.of(plan, scope, endpoint=request.url.path, model=model.name, streamed=is_streamed)
     model.metrics.observe_params(plan)
-    return Generation(
-        plan,
-        trace,
-        runner=model.runner,
-        tokenizer=model.tokenizer,
-        metrics=model.metrics,
-        traces=model.traces,
-        requests=model.requests,
-        media_memory=model.media.memory,
-        resources=request.state.resources,
-        admission=admission,
-        ids=ids,
-        recorder=model.recorder,
-    )
+    return Generation(model, plan, trace, scope, ids)
 
 
 async def respond(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Iterator
-from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.http.bounds import PIECE_BYTES, Bounds, JsonCount
+from paceline.services.gateway.http.bounds import PIECE_BYTES
+from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.memory import BYTE_COST, OBJECT_COST, VALUE_COST, BodyMemory, RequestMemory
+from paceline.services.gateway.http.memory import BYTE_COST, OBJECT_COST, VALUE_COST
+from paceline.services.gateway.http.request_scope import RequestScope, scope_of
 
 BODY_SECONDS = 60.0
 UPLOAD_PATH = "/v1/files"
@@ -34,13 +35,11 @@ class BodyMiddleware:
     """Middleware that decompresses bodies, and refuses those that are too large or too slow.
 
     The size is checked in Content-Length and again while the body arrives. Both the bytes that arrive and the bytes
-    that they decompress to are limited. The JSON in them is counted: the request's state gets `json_count`, and
-    `body_memory`, where further memory for the request is counted.
+    that they decompress to are limited. The JSON in them, and the memory that it will take, are counted in the scope of
+    the request.
 
     Args:
         max_bytes: largest body.
-        bounds: what the JSON of a body may hold.
-        memory: where the memory for bodies is counted.
         max_upload_bytes: largest file that may be uploaded. Uploads have limits of their own, because the gateway does
             not keep them in memory.
     """
@@ -49,15 +48,11 @@ class BodyMiddleware:
         self,
         app: ASGIApp,
         max_bytes: int,
-        bounds: Bounds,
-        memory: BodyMemory,
         max_seconds: float = BODY_SECONDS,
         max_upload_bytes: int = 0,
     ) -> None:
         self._app = app
         self._max_bytes = max_bytes
-        self._bounds = bounds
-        self._memory = memory
         self._max_seconds = max_seconds
         self._max_upload_bytes = max_upload_bytes
 
@@ -73,7 +68,7 @@ class BodyMiddleware:
         headers = Headers(scope=scope)
         announced = headers.get("content-length", "0")
         if not announced.isdecimal() or int(announced) > most:
-            await ApiError(413, message).response()(scope, receive, send)
+            await logged_response(ApiError(413, message))(scope, receive, send)
             return
         limited = LimitedBody(receive, most, seconds, message).receive
         coding = headers.get("content-encoding", "").strip().lower()
@@ -81,13 +76,13 @@ class BodyMiddleware:
             limited = DecodedBody(limited, coding, most, f"decompressed, {message}").receive
             plain = [pair for pair in scope["headers"] if pair[0] not in (b"content-encoding", b"content-length")]
             scope = {**scope, "headers": plain}
-        memory = scope.setdefault("state", {})["body_memory"] = RequestMemory(self._memory)
+        request = scope_of(scope)
         if scope["path"] != UPLOAD_PATH:
-            limited = CountedBody(limited, scope, self._bounds, memory).receive
+            limited = CountedBody(limited, request, scope["path"]).receive
         try:
             await self._app(scope, limited, send)
         finally:
-            memory.close()
+            request.memory.close()
 
 
 class LimitedBody:
@@ -121,13 +116,10 @@ class CountedBody:
     It never holds back bytes, and does not know whether they are JSON: other bodies do not become objects.
     """
 
-    def __init__(self, receive: Receive, scope: Scope, bounds: Bounds, memory: RequestMemory) -> None:
+    def __init__(self, receive: Receive, request: RequestScope, path: str) -> None:
         self._receive = receive
-        self._state: dict[str, Any] = scope["state"]
-        self._path: str = scope["path"]
-        self._bounds = bounds
-        self._memory = memory
-        self._count = self._state["json_count"] = JsonCount()
+        self._request = request
+        self._path = path
 
     async def receive(self) -> Message:
         event = await self._receive()
@@ -139,17 +131,17 @@ class CountedBody:
         return event
 
     def _add(self, piece: bytes) -> None:
-        count = self._count
+        request = self._request
+        count = request.json_count
         objects, values = count.objects, count.values
         count.add(piece)
         try:
-            self._bounds.check_count(count, self._path)
+            request.bounds.check_count(count, self._path)
         except ApiError as error:
             # The framework takes other errors for those of a broken body.
             raise HTTPException(error.status, str(error)) from None
         objects, values = count.objects - objects, count.values - values
-        owner = self._state["caller"].owner if "caller" in self._state else ""
-        self._memory.take(owner, BYTE_COST * len(piece) + OBJECT_COST * objects + VALUE_COST * values)
+        request.memory.take(request.owner, BYTE_COST * len(piece) + OBJECT_COST * objects + VALUE_COST * values)
 
 
 class DecodedBody:

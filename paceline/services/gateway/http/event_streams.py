@@ -13,7 +13,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.services.common.tasks import StallWatch, end_tasks
+from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError, ClientLeftError, to_api_error
+from paceline.services.gateway.http.request_scope import scope_of
 
 T = TypeVar("T")
 
@@ -89,7 +91,7 @@ class EventStreamResponse(Response):
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send, watch: StallWatch) -> None:
         # Bodies go to the server directly, because middlewares do nothing with them and would cost a call per token.
-        send_body: Send = scope.get("state", {}).get("send", send)
+        send_body = scope_of(scope).send or send
         ping = self._ping
         pings = [asyncio.create_task(self._send_pings(ping, send, send_body))] if ping is not None else []
         try:
@@ -105,7 +107,7 @@ class EventStreamResponse(Response):
             watch.begin()
             answer = to_api_error(error)
             if not self._has_begun:
-                await answer.response()(scope, receive, send)
+                await logged_response(answer)(scope, receive, send)
                 return
             await send({"type": "http.response.body", "body": self._error_events(answer), "more_body": True})
         watch.begin()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fastapi import Request
 from starlette.exceptions import HTTPException
 
 from paceline.services.gateway.http.refusals import retry_after
@@ -79,9 +78,3 @@ class RequestMemory:
     def close(self) -> None:
         self._memory.give_back(self._owner, self._size)
         self._size = 0
-
-
-def memory_of(request: Request) -> RequestMemory:
-    """Return where the memory of a request is counted."""
-    memory: RequestMemory = request.state.body_memory
-    return memory

@@ -1,10 +1,9 @@
-"""The ids of requests, and the answer to an error that nobody has expected."""
+"""The scopes of requests, the answer to an error that nobody has expected, and the count of responses."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import time
 import uuid
 from collections.abc import Callable
 
@@ -12,7 +11,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.telemetry import request_span, set_request_id
-from paceline.services.gateway.http.errors import is_messages_path, to_api_error
+from paceline.services.gateway.http.access.callers import ANYONE, Caller
+from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.error_responses import is_messages_path, logged_response
+from paceline.services.gateway.http.errors import to_api_error
+from paceline.services.gateway.http.memory import BodyMemory, RequestMemory
+from paceline.services.gateway.http.pool import FairPool
+from paceline.services.gateway.http.request_scope import RequestScope, set_scope
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 ID_PREFIXES = {
@@ -32,64 +37,84 @@ ID_PREFIXES = {
 }
 """The routes whose answers workers compute, and the beginning of their requests' ids."""
 
+LINE_CALLER = "paceline.line_caller"
+"""The entry of the ASGI scope of a line of a batch that has its `Caller`. No client can set it."""
+
 
 def is_valid_id(text: str) -> bool:
     """Return whether a client's request id is safe in logs, headers and keys: 1 to 128 visible ASCII characters."""
     return _ID.fullmatch(text) is not None
 
 
-class RequestIdMiddleware:
-    """Middleware that gives each request an id: the client's X-Request-Id if it is valid, else a new one.
+class RequestScopeMiddleware:
+    """Middleware that makes the `RequestScope` of each request, and answers errors that nothing else has answered.
 
-    The id is in `request.state.request_id`, in log lines and in every response, even after an unexpected error.
-    `request.state.arrived` is when the head came, on time.monotonic(). `request.state.waited` is how many seconds of
-    `--queue-seconds` the request has used up because no worker was ready. `request.state.send` is the server's own
-    `send`, which may send a body after its head has passed the middlewares. `request.state.headers` are added to those
-    of the answer. `request.state.resources` is closed when the request ends, or before, when its generation runs.
+    A request gets an id: the client's X-Request-Id if it is valid, else a new one. Each answer has it, even after an
+    unexpected error.
+
+    Args:
+        pool: threads for work on bodies.
+        bounds: what the JSON of a body may hold.
+        memory: where the memory for bodies is counted.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, pool: FairPool, bounds: Bounds, memory: BodyMemory) -> None:
         self._app = app
+        self._pool = pool
+        self._bounds = bounds
+        self._memory = memory
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        state = scope.setdefault("state", {})
-        state["arrived"], state["waited"], state["send"] = time.monotonic(), 0.0, send
-        state["client_chose_id"], state["headers"] = is_valid_id(given), {}
-        own = ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex
-        state["request_id"] = given if state["client_chose_id"] else own
+        headers = Headers(scope=scope)
+        request = self._begin(scope, headers, send)
+        set_scope(scope, request)
         # The server runs each request in a task of its own, so the id need not be reset.
-        set_request_id(state["request_id"])
+        set_request_id(request.id)
         begun = False
         # Only generation requests get a trace; probes get none.
         span: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if scope["path"] in ID_PREFIXES:
-            span = request_span("http", state["request_id"], Headers(scope=scope))
+            span = request_span("http", request.id, headers)
 
         async def send_with_id(message: Message) -> None:
             nonlocal begun
             if message["type"] == "http.response.start":
                 begun = True
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = state["request_id"]
-                headers.update(state["headers"])
+                headers["x-request-id"] = request.id
+                headers.update(request.headers)
                 if is_messages_path(scope["path"]):
-                    headers["request-id"] = state["request_id"]
+                    headers["request-id"] = request.id
             await send(message)
 
         try:
-            with span, contextlib.ExitStack() as state["resources"]:
+            with span, request.resources:
                 await self._app(scope, receive, send_with_id)
         except Exception as error:
             answer = to_api_error(error)
             # If the response has begun, return without ending it: then the server closes the connection.
             if not begun:
-                await answer.response()(scope, receive, send_with_id)
+                await logged_response(answer)(scope, receive, send_with_id)
         finally:
-            del state["send"]  # it knows the scope, so that the cycle would keep the request in memory
+            request.send = None
+
+    def _begin(self, scope: Scope, headers: Headers, send: Send) -> RequestScope:
+        given = headers.get("x-request-id", "")
+        client_chose_id = is_valid_id(given)
+        line_caller: Caller | None = scope.get(LINE_CALLER)
+        return RequestScope(
+            id=given if client_chose_id else ID_PREFIXES.get(scope["path"], "req-") + uuid.uuid4().hex,
+            client_chose_id=client_chose_id,
+            pool=self._pool,
+            bounds=self._bounds,
+            memory=RequestMemory(self._memory),
+            send=send,
+            caller=line_caller or ANYONE,
+            is_background=line_caller is not None,
+        )
 
 
 class CountResponsesMiddleware:

@@ -1,11 +1,11 @@
-"""The path of a route, however a client or a proxy spells it."""
+"""The path of a route, however a client or a proxy spells it, and HEAD, which is GET without the body."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.errors import ConfigError
 from paceline.services.gateway.http.access.decisions import DECISIONS, decision_for
@@ -66,3 +66,24 @@ def check_root_path(root_path: str, paths: Iterable[str]) -> None:
     """Raise ConfigError if one of the API's own paths begins with `root_path`: nobody could tell the two apart."""
     if root_path and (own := next((path for path in paths if f"{path}/".startswith(f"{root_path}/")), None)):
         raise ConfigError(f"--root-path {root_path} is the beginning of a path of the API ({own}); choose another one")
+
+
+class HeadMiddleware:
+    """Middleware that answers HEAD on each route that takes GET, with the status and headers that GET would have.
+
+    The answer is complete after its headers. A stream sees then that its client has gone, and ends.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            await self._app({**scope, "method": "GET"}, receive, send_head)
+        else:
+            await self._app(scope, receive, send)

@@ -1,18 +1,14 @@
-"""Threads for work on the bodies of requests, in which every caller has a share."""
+"""Threads for work on the bodies of requests. Callers take turns, so that no caller takes all of a few places."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import os
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-from fastapi import Request
-
-from paceline.services.gateway.http.access.callers import owner_of
-from paceline.services.gateway.http.access.turns import OwnerTurns
 
 T = TypeVar("T")
 
@@ -54,7 +50,57 @@ class FairPool:
         self._executor.shutdown()
 
 
-async def aside(request: Request, work: Callable[..., T], *args: object) -> T:
-    """Run work for a request on a thread of the gateway's pool and return its result; see `FairPool.run`."""
-    pool: FairPool = request.app.state.bodies
-    return await pool.run(owner_of(request), work, *args)
+class OwnerTurns:
+    """A few places. If owners wait for one, a free place goes to each of them in turn.
+
+    One owner never has all places if there are several. Callers without a key are the owner "". They may have all,
+    because nobody else calls a gateway that asks for no key.
+
+    Args:
+        count: the number of places.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._taken: Counter[str] = Counter()
+        """Places that each owner has."""
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Those who wait, by owner. The first owner's turn is next."""
+
+    def waiting(self, owner: str) -> int:
+        """Return how many of an owner's turns have not come yet."""
+        return sum(not turn.done() for turn in self._waiting.get(owner, ()))
+
+    async def take(self, owner: str) -> None:
+        """Take a place, after other owners had their turns. If this is cancelled, no place is taken."""
+        if self._has_place(owner):
+            self._taken[owner] += 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.give_back(owner)  # the turn came just now
+            raise
+
+    def give_back(self, owner: str) -> None:
+        """Give a place back, and free places to those whose turn it is."""
+        self._taken[owner] -= 1
+        if not self._taken[owner]:
+            del self._taken[owner]
+        for each in list(self._waiting):
+            turns = self._waiting[each]
+            while turns and turns[0].done():
+                turns.popleft()  # it waits no longer
+            if turns and self._has_place(each):
+                self._taken[each] += 1
+                turns.popleft().set_result(None)
+                self._waiting[each] = self._waiting.pop(each)  # the others are next
+            if not turns:
+                del self._waiting[each]
+
+    def _has_place(self, owner: str) -> bool:
+        most = max(1, self._count - 1) if owner else self._count
+        return self._taken.total() < self._count and self._taken[owner] < most

@@ -15,9 +15,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from paceline.services.gateway.http.bounds import Bounds, JsonCount
+from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 
 SLOW_BYTES = 1 << 20
 """Largest body that Python's own parser may read."""
@@ -80,11 +80,10 @@ class _CheckedField:
 
 
 async def _read(request: Request, body: bytes, field: _CheckedField) -> Checked:
-    bounds: Bounds = request.app.state.bounds
-    count: JsonCount | None = getattr(request.state, "json_count", None)
-    if count is not None and len(body) <= SMALL_BYTES and count.values <= SMALL_VALUES:
-        return read_body(body, field, bounds)
-    return await aside(request, read_body, body, field, bounds)
+    scope = scope_of(request)
+    if len(body) <= SMALL_BYTES and scope.json_count.values <= SMALL_VALUES:
+        return read_body(body, field, scope.bounds)
+    return await aside(request, read_body, body, field, scope.bounds)
 
 
 def read_body(body: bytes, field: Any, bounds: Bounds) -> Checked:

@@ -9,9 +9,8 @@ import uuid
 
 from fastapi import Request
 
-from paceline.core.request_classes import BACKGROUND
-from paceline.services.gateway.http.access.callers import caller_of
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.schemas import MAX_SESSION_CHARACTERS
 
@@ -21,16 +20,6 @@ _TIMEOUT = "X-Request-Timeout"
 _TTFT = "X-SLO-TTFT-MS"
 IDEMPOTENCY_KEY = "Idempotency-Key"
 MAX_KEY_CHARACTERS = 255
-
-
-def is_background(request: Request) -> bool:
-    """Return whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
-    return bool(getattr(request.state, "background", False))
-
-
-def request_class_of(request: Request) -> str:
-    """Return the class of a request, which depends on its caller."""
-    return BACKGROUND if is_background(request) else caller_of(request).request_class
 
 
 def timeout_of(request: Request) -> float | None:
@@ -56,7 +45,7 @@ def id_of_made(request: Request) -> str:
         message = f"{IDEMPOTENCY_KEY} must be 1 to {MAX_KEY_CHARACTERS} visible ASCII characters without spaces"
         raise ApiError(400, message, param=IDEMPOTENCY_KEY)
     # A path has no spaces, and the owner is hexadecimal.
-    return hashlib.sha256(f"{caller_of(request).owner} {request.url.path} {key}".encode()).hexdigest()[:32]
+    return hashlib.sha256(f"{scope_of(request).owner} {request.url.path} {key}".encode()).hexdigest()[:32]
 
 
 def key_was_used(made: str) -> ApiError:
@@ -77,18 +66,18 @@ def with_headers(plan: Plan, request: Request) -> Plan:
     if len(session_id) > MAX_SESSION_CHARACTERS:
         message = f"{_SESSION} must have at most {MAX_SESSION_CHARACTERS} characters"
         raise ApiError(400, message, param=_SESSION)
-    caller = caller_of(request)
+    scope = scope_of(request)
     ttft = _positive(request, _TTFT, "milliseconds")
     return dataclasses.replace(
         plan,
         session_id=session_id,
-        priority=caller.priority_for(_priority(plan, request)),
-        request_class=request_class_of(request),
+        priority=scope.caller.priority_for(_priority(plan, request)),
+        request_class=scope.request_class,
         seconds=timeout_of(request),
-        waited=request.state.waited,
+        waited=scope.waited,
         ttft_seconds=None if ttft is None else ttft / 1000,
-        background=is_background(request),
-        owner=caller.owner,
+        background=scope.is_background,
+        owner=scope.owner,
     )
 
 

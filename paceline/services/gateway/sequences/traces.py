@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from paceline.core.numerics import Numerics
+from paceline.services.gateway.http.request_scope import RequestScope
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 
@@ -180,28 +181,19 @@ class RequestTrace:
     """Whether it was ended by its id."""
 
     @staticmethod
-    def of(
-        plan: Plan,
-        request_id: str,
-        own_id: str,
-        endpoint: str,
-        arrived: float,
-        streamed: bool,
-        owner: str = "",
-        model: str = "",
-    ) -> RequestTrace:
-        """Return the trace of a request that is about to run. `arrived` is on time.monotonic()."""
+    def of(plan: Plan, scope: RequestScope, *, endpoint: str, model: str, streamed: bool) -> RequestTrace:
+        """Return the trace of a request that is about to run."""
         return RequestTrace(
-            request_id=request_id,
-            own_id=own_id,
+            request_id=scope.id,
+            own_id=scope.unique_id(),
             session_id=plan.session_id,
             endpoint=endpoint,
             streamed=streamed,
             asked=_asked(plan),
             sequences=len(plan.prompts) * plan.n,
-            owner=owner,
+            owner=scope.owner,
             model=model,
-            arrived=arrived,
+            arrived=scope.arrived,
         )
 
     def sequence_id(self, index: int) -> str:

@@ -10,15 +10,17 @@ import pytest
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
 
-from paceline.core.config.http import HttpOptions
 from paceline.services.gateway.http.bodies import BodyMiddleware
-from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.errors import ClientLeftError
 from paceline.services.gateway.http.event_streams import EventStreamResponse, until_disconnect
-from paceline.services.gateway.http.memory import BodyMemory
+from paceline.services.gateway.http.request_scope import set_scope
+from tests.services.gateway.toy_scope import toy_scope
 
-SCOPE: Scope = {"type": "http", "path": "/", "headers": []}
-BOUNDS = Bounds.of(HttpOptions())
+
+def scope() -> Scope:
+    scope: Scope = {"type": "http", "path": "/", "headers": []}
+    set_scope(scope, toy_scope())
+    return scope
 
 
 async def silence(*_: Any) -> Any:
@@ -47,7 +49,7 @@ async def test_a_client_that_takes_nothing_is_given_up(caplog: pytest.LogCapture
             await silence()
         sent.append(message["type"])
 
-    await EventStreamResponse(events.run(), lambda error: b"", send_seconds=0.01)(SCOPE, silence, send_headers_only)
+    await EventStreamResponse(events.run(), lambda error: b"", send_seconds=0.01)(scope(), silence, send_headers_only)
     assert events.closed
     assert sent == ["http.response.start"]
     assert "took nothing" in caplog.text
@@ -58,7 +60,7 @@ async def test_a_body_that_does_not_come_is_given_up() -> None:
         await receive()
 
     with pytest.raises(HTTPException) as caught:
-        await BodyMiddleware(app, 100, BOUNDS, BodyMemory(1 << 20), max_seconds=0.01)(SCOPE, silence, silence)
+        await BodyMiddleware(app, 100, max_seconds=0.01)(scope(), silence, silence)
     assert caught.value.status_code == 408
 
 
@@ -74,7 +76,7 @@ async def test_behind_the_body_there_is_no_limit() -> None:
         for _ in messages:
             seen.append((await receive())["type"])
 
-    await BodyMiddleware(app, 100, BOUNDS, BodyMemory(1 << 20), max_seconds=0.01)(SCOPE, receive, silence)
+    await BodyMiddleware(app, 100, max_seconds=0.01)(scope(), receive, silence)
     assert seen == ["http.request", "http.disconnect"]
 
 

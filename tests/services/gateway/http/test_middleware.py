@@ -11,9 +11,13 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from paceline.core.config.http import HttpOptions
 from paceline.core.telemetry import _add_context
+from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.event_streams import EventStreamResponse
-from paceline.services.gateway.http.middleware import RequestIdMiddleware
+from paceline.services.gateway.http.memory import BodyMemory
+from paceline.services.gateway.http.middleware import RequestScopeMiddleware
+from paceline.services.gateway.http.pool import FairPool
 from tests.services.gateway.conftest import Stack, StartStack
 
 
@@ -65,8 +69,12 @@ async def test_an_id_in_the_body_is_that_of_the_log(stack: Stack, lines: Lines) 
     assert [request_id for request_id, _ in lines.seen] == ["from-the-body"]
 
 
+def in_scopes(app: ASGIApp) -> RequestScopeMiddleware:
+    return RequestScopeMiddleware(app, FairPool(1), Bounds.of(HttpOptions()), BodyMemory(1 << 20))
+
+
 async def ask(app: ASGIApp) -> httpx.Response:
-    transport = httpx.ASGITransport(RequestIdMiddleware(app), raise_app_exceptions=True)
+    transport = httpx.ASGITransport(in_scopes(app), raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         return await client.get("/", headers={"x-request-id": "mine"})
 
@@ -89,7 +97,7 @@ async def test_a_stalled_client_is_told_by_its_id(lines: Lines) -> None:
     async def silence(*_: Any) -> Any:
         await asyncio.Event().wait()
 
-    app = RequestIdMiddleware(EventStreamResponse(events(), lambda error: b"", send_seconds=0.01))
+    app = in_scopes(EventStreamResponse(events(), lambda error: b"", send_seconds=0.01))
     scope = {"type": "http", "path": "/", "headers": [(b"x-request-id", b"mine")]}
     await asyncio.create_task(app(scope, silence, silence))
     assert lines.seen == [("mine", "a client took nothing for 0.01 seconds; its request was cancelled")]

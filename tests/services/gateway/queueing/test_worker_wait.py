@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from starlette.requests import Request
-from starlette.types import Message
+from starlette.types import Message, Scope
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
@@ -19,11 +19,13 @@ from paceline.proto.fleet_pb2 import PlanReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError, LeavingError
+from paceline.services.gateway.http.request_scope import scope_of, set_scope
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.request_headers import with_headers
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from tests.services.gateway.conftest import PATIENCE, Cluster, Stack, StartStack, eventually
+from tests.services.gateway.toy_scope import toy_scope
 from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 pytestmark = pytest.mark.slow
@@ -124,14 +126,15 @@ async def test_a_wait_ends_when_the_request_has_waited_long_enough_or_at_its_dea
 
 def request_of(age: float = 0.0, waited: float = 0.0, **headers: str) -> Request:
     """Return a request that arrived some seconds ago, and whose client stays."""
-    state = {"arrived": time.monotonic() - age, "waited": waited}
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
 
     async def receive() -> Message:
         await asyncio.Event().wait()
         raise AssertionError
 
-    return Request({"type": "http", "headers": named, "state": state}, receive)
+    scope: Scope = {"type": "http", "headers": named}
+    set_scope(scope, toy_scope(arrived=time.monotonic() - age, waited=waited))
+    return Request(scope, receive)
 
 
 async def test_one_time_limit_counts_for_all_waits_of_a_request(
@@ -152,8 +155,8 @@ async def test_one_time_limit_counts_for_all_waits_of_a_request(
     await eventually(lambda: len(model.runner.worker_wait) == 1)
     await cluster.add("d", model=model_digest(toy_model))
     await planning
-    assert request.state.waited > 5.0
-    assert with_headers(PLAN, request).waited == request.state.waited
+    assert scope_of(request).waited > 5.0
+    assert with_headers(PLAN, request).waited == scope_of(request).waited
     await gateway.close()
 
 

@@ -22,6 +22,7 @@ from paceline.services.gateway.telemetry.trace_book import TraceBook
 from paceline.trace import trace as print_trace
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
 from tests.services.gateway.toy_calls import ADMISSION
+from tests.services.gateway.toy_scope import toy_scope
 
 PROMPT = "a prompt of some tokens"
 
@@ -291,7 +292,9 @@ async def test_an_id_that_a_client_repeats_leads_to_the_newest_and_names_the_oth
 def request(name: str, sequences: int = 1, own_id: str = "") -> RequestTrace:
     prompt = PromptPlan(text=None, token_ids=[1], sampling=SamplingParams())
     plan = Plan(prompts=[prompt], n=sequences, stop=(), include_stop=False, skip_special_tokens=True, cache_salt="")
-    return RequestTrace.of(plan, name, own_id or f"{name}-own", "/v1/completions", 0.0, False)
+    trace = RequestTrace.of(plan, toy_scope(name, arrived=0.0), endpoint="/v1/completions", model="", streamed=False)
+    trace.own_id = own_id or f"{name}-own"
+    return trace
 
 
 def run(book: TraceBook, trace: RequestTrace) -> None:

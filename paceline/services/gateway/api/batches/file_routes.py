@@ -33,9 +33,8 @@ from paceline.services.gateway.api.batches.file_store import (
 )
 from paceline.services.gateway.api.batches.pages import Order
 from paceline.services.gateway.api.batches.upload import Upload
-from paceline.services.gateway.http.access.callers import caller_of, owner_of
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
 
 PURPOSE = "batch"
@@ -68,7 +67,7 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
     most_bytes = parse_bytes(config.max_file_size)
 
     async def find(file_id: str, request: Request) -> File:
-        return found(await files.get(file_id, scope_of(request)), file_id)
+        return found(await files.get(file_id, scope_of(request).caller.only_owner), file_id)
 
     @router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)
     async def upload(request: Request) -> Json:
@@ -76,7 +75,7 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
         reader = Upload(request.headers.get("content-type", ""))
         file_id = f"file-{id_of_made(request)}"
         # Two tries of one request may come at the same time, so each writes a file of its own.
-        made = File(new_id(), owner_of(request), PURPOSE, "", 0, now, now + config.stored_files_seconds)
+        made = File(new_id(), scope_of(request).owner, PURPOSE, "", 0, now, now + config.stored_files_seconds)
         await files.begin(made)
         try:
             await _receive(request, reader, made, files, most_bytes)
@@ -100,7 +99,7 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
         purpose: str = "",
     ) -> Response:
         first = None if after is None else await find(after, request)
-        listed = await files.page(scope_of(request), purpose, first, limit + 1, order)
+        listed = await files.page(scope_of(request).caller.only_owner, purpose, first, limit + 1, order)
         return await aside(request, lambda: JSONResponse(page([_body(file) for file in listed], limit)))
 
     @router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))
@@ -122,12 +121,6 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
         except MissingFileError:
             raise file_not_found(file.id) from None
         return {"id": file.id, "object": "file", "deleted": True}
-
-
-def scope_of(request: Request) -> str | None:
-    """Return the owner whose files and batches a request may see; None if it may see all."""
-    caller = caller_of(request)
-    return None if caller.is_admin else caller.owner
 
 
 def found(file: File | None, file_id: str, param: str = "file_id") -> File:

@@ -10,6 +10,8 @@ from starlette.types import ASGIApp, Message
 
 from paceline.services.gateway.api.batches.lines import Line, LineReply
 from paceline.services.gateway.http.access.callers import Caller
+from paceline.services.gateway.http.middleware import LINE_CALLER
+from paceline.services.gateway.http.request_scope import scope_of
 
 
 async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineReply:
@@ -34,8 +36,7 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineR
         "headers": headers,
         "client": None,
         "server": None,
-        # No client can set this state, so the middlewares trust it.
-        "state": {"caller": caller, "background": True},
+        LINE_CALLER: caller,
     }
     requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     started: list[Message] = []
@@ -56,5 +57,5 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineR
     (start,) = started
     names = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in start["headers"]}
     told = await asyncio.to_thread(json.loads, b"".join(content) or b"null")
-    error = scope["state"].get("error_type", "")
-    return LineReply(start["status"], names.get(b"x-request-id", ""), told, float(names.get(b"retry-after", 0)), error)
+    seconds, error_type = float(names.get(b"retry-after", 0)), scope_of(scope).error_type
+    return LineReply(start["status"], names.get(b"x-request-id", ""), told, seconds, error_type)

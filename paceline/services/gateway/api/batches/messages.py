@@ -27,7 +27,7 @@ from paceline.services.gateway.api.batches.bodies import (
     MessageBatchList,
     page,
 )
-from paceline.services.gateway.api.batches.file_routes import PURPOSE, scope_of
+from paceline.services.gateway.api.batches.file_routes import PURPOSE
 from paceline.services.gateway.api.batches.file_store import (
     CHUNK_BYTES,
     File,
@@ -40,10 +40,9 @@ from paceline.services.gateway.api.batches.lines import split_lines
 from paceline.services.gateway.api.batches.pages import Order
 from paceline.services.gateway.api.batches.runner import BatchRunner
 from paceline.services.gateway.api.messages.bodies import MESSAGE_ERRORS
-from paceline.services.gateway.http.access.callers import owner_of
+from paceline.services.gateway.http.error_responses import messages_error_body
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.messages_error import error_body
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
 
 ENDPOINT = "/v1/messages"
@@ -58,14 +57,14 @@ def add_message_batches(
 ) -> None:
 
     async def find(batch_id: str, request: Request) -> Batch:
-        batch = await batches.get(batch_id, scope_of(request))
+        batch = await batches.get(batch_id, scope_of(request).caller.only_owner)
         if batch is None or batch.endpoint != ENDPOINT:
             raise ApiError(404, f"No message batch found with id {batch_id!r}.", param="batch_id")
         return batch
 
     @router.post(PATH, response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)
     async def create(body: CreateMessageBatch, request: Request) -> Json:
-        owner, now, made = owner_of(request), time.time(), id_of_made(request)
+        owner, now, made = scope_of(request).owner, time.time(), id_of_made(request)
         await aside(request, _check, body, config.max_batch_lines)
         await files.check_quota(owner)
         expires = now + WINDOW_SECONDS + config.stored_files_seconds
@@ -101,7 +100,7 @@ def add_message_batches(
         cursor = before_id or after_id
         first = None if cursor is None else await find(cursor, request)
         order: Order = "desc" if before_id is None else "asc"
-        listed = await batches.page(scope_of(request), first, limit + 1, order, of_messages=True)
+        listed = await batches.page(scope_of(request).caller.only_owner, first, limit + 1, order, of_messages=True)
         told = page([shown(batch) for batch in listed], limit)
         if before_id is not None:
             told |= {"data": told["data"][::-1], "first_id": told["last_id"], "last_id": told["first_id"]}
@@ -170,13 +169,13 @@ def result_of(answer: Json) -> Json:
     if response is None:
         told: Json = {"type": "expired"}
         if error["code"] != "batch_expired":
-            told = {"type": "errored", "error": error_body(500, error["message"], "")}
+            told = {"type": "errored", "error": messages_error_body(500, error["message"], "")}
     elif response["status_code"] == 200:
         told = {"type": "succeeded", "message": response["body"]}
     else:
         body = response["body"]
         if body.get("type") != "error":  # the line was refused before it came to the Messages API
-            body = error_body(response["status_code"], body["error"]["message"], response["request_id"])
+            body = messages_error_body(response["status_code"], body["error"]["message"], response["request_id"])
         told = {"type": "errored", "error": body}
     return {"custom_id": answer["custom_id"], "result": told}
 
@@ -192,7 +191,7 @@ async def _results(files: FileStore, batch: Batch) -> AsyncIterator[bytes]:
         end: Json = {"type": "canceled"}
         if batch.status == "failed":
             reason = "; ".join(error.message for error in batch.errors) or "the batch failed"
-            end = {"type": "errored", "error": error_body(500, reason, "")}
+            end = {"type": "errored", "error": messages_error_body(500, reason, "")}
         async for line in _lines(files, batch.input_file_id):
             if line["custom_id"] not in told:
                 yield _written({"custom_id": line["custom_id"], "result": end})

@@ -13,14 +13,14 @@ from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.batches.batch import ENDPOINTS, Batch, window_seconds
 from paceline.services.gateway.api.batches.batch_store import BatchStore
 from paceline.services.gateway.api.batches.bodies import BatchBody, BatchList, CreateBatch, page
-from paceline.services.gateway.api.batches.file_routes import PURPOSE, add_files, file_not_found, found, scope_of
+from paceline.services.gateway.api.batches.file_routes import PURPOSE, add_files, file_not_found, found
 from paceline.services.gateway.api.batches.file_store import FileStore, MissingFileError
 from paceline.services.gateway.api.batches.messages import add_message_batches
 from paceline.services.gateway.api.batches.runner import BatchRunner
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.access.decisions import DECISIONS
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
 from paceline.services.gateway.store.store import Store
 
@@ -46,14 +46,14 @@ def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: A
     add_message_batches(router, config, files, batches, runner)
 
     async def find(batch_id: str, request: Request) -> Batch:
-        batch = await batches.get(batch_id, scope_of(request))
+        batch = await batches.get(batch_id, scope_of(request).caller.only_owner)
         if batch is None or batch.endpoint not in ENDPOINTS:
             raise _not_found(batch_id)
         return batch
 
     @router.post("/v1/batches", response_model=None, responses=answers(BatchBody))
     async def create(body: CreateBatch, request: Request) -> Json:
-        owner, now = owner_of(request), time.time()
+        owner, now = scope_of(request).owner, time.time()
         seconds = _check(body)
         after = body.output_expires_after
         batch = Batch(
@@ -93,7 +93,7 @@ def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: A
         request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Json:
         first = None if after is None else await find(after, request)
-        listed = await batches.page(scope_of(request), first, limit + 1)
+        listed = await batches.page(scope_of(request).caller.only_owner, first, limit + 1)
         return page([batch.to_api() for batch in listed], limit)
 
     @router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))

@@ -10,9 +10,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from paceline.services.gateway.api.choice import Delta
+from paceline.services.gateway.http.error_responses import messages_error_body
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import event
-from paceline.services.gateway.http.messages_error import error_body
 from paceline.services.gateway.planning.answers.parts import (
     CallArguments,
     CallBegin,
@@ -101,7 +101,7 @@ class MessageWriter:
         return self._close() + event(last, "message_delta") + event({"type": "message_stop"}, "message_stop")
 
     def error(self, error: ApiError) -> bytes:
-        return event(error_body(error.status, str(error), self._format.request_id), "error")
+        return event(messages_error_body(error.status, str(error), self._format.request_id), "error")
 
     def _write_part(self, part: Part) -> bytes:
         match part:

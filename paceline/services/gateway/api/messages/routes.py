@@ -19,7 +19,7 @@ from paceline.services.gateway.api.tokens.render import render
 from paceline.services.gateway.api.tokens.render_api import check_no_media
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError, ContextLengthError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.plan import Plan
 
@@ -35,7 +35,7 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
         plan = await _plan(model, body, request)
         generation = await start(model, plan, request, body.stream, body if body.stream else None)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-        message_format = MessageFormat(request.state.request_id, model.name, shows_thinking)
+        message_format = MessageFormat(scope_of(request).id, model.name, shows_thinking)
         if body.stream:
             writer = MessageWriter(message_format, generation.usage)
             return stream(generation, writer, writer.ping)
@@ -47,7 +47,7 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
         chat = await aside(request, chat_request, body, model.forms)
         check_no_media(chat, model)
         plan = await _plan(model, body, request)
-        request_id = request.state.request_id
+        request_id = scope_of(request).id
         return await aside(request, lambda: JSONResponse(render(chat, plan, request_id, model.name)[0]))
 
     @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)

@@ -26,9 +26,8 @@ from paceline.services.gateway.api.openai.chat_format import ChatFormat
 from paceline.services.gateway.api.openai.completion_format import CompletionFormat
 from paceline.services.gateway.api.respond import choose_id, respond
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.errors import NoWorkerError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.planning import kind_of, plan_completion
 from paceline.services.gateway.planning.sampling import check_ids
@@ -82,7 +81,7 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
         model = gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         plan = await model.plan(request, lambda served: plan_completion(body, served), kind_of(body))
-        plan = await model.constrained(plan, owner_of(request))
+        plan = await model.constrained(plan, scope_of(request).owner)
         response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
 

@@ -22,8 +22,9 @@ from paceline.services.gateway.api.operators.bodies import FleetState, Load, Ser
 from paceline.services.gateway.fleet.ledgers import rate, read_ledger
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import caller_of
+from paceline.services.gateway.http.error_responses import ErrorResponse
 from paceline.services.gateway.http.errors import ApiError, to_api_error
+from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.telemetry.metrics import figures
 from paceline.services.gateway.telemetry.trace_book import KEPT
@@ -43,7 +44,7 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
         try:
             gateway.check_ready(model)
         except UnavailableError as error:
-            return to_api_error(error).silent_response()
+            return ErrorResponse(to_api_error(error))  # not logged, because probes ask again and again
         return Response()
 
     @router.get("/ping", response_class=Response)
@@ -94,7 +95,7 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
 
     @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
     async def trace(request_id: str, request: Request) -> dict[str, Any]:
-        may_see = caller_of(request).may_see
+        may_see = scope_of(request).caller.may_see
         known = gateway.traces.find(request_id, may_see)
         if known is None:
             message = (

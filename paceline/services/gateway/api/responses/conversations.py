@@ -20,10 +20,9 @@ from paceline.services.gateway.api.responses.conversation_store import (
 )
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
 from paceline.services.gateway.api.responses.schemas import Metadata
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.access.decisions import DECISIONS
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.media.parts import name_places
 
@@ -65,12 +64,12 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
         return
 
     async def find(conversation_id: str, request: Request) -> Conversation:
-        return found(await store.get(conversation_id, owner_of(request)), conversation_id)
+        return found(await store.get(conversation_id, scope_of(request).owner), conversation_id)
 
     @router.post(PATH, response_model=None, responses=answers(ConversationBody))
     async def create(request: Request, body: CreateConversation | None = None) -> Json:
         body = body or CreateConversation()
-        made = Conversation(f"conv_{uuid.uuid4().hex}", owner_of(request), time.time(), body.metadata or {})
+        made = Conversation(f"conv_{uuid.uuid4().hex}", scope_of(request).owner, time.time(), body.metadata or {})
         items = await aside(request, stored_items, body.items or [])
         store.check_room(made, items)
         await store.add(made, items)
@@ -83,13 +82,13 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
     @router.post(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))
     async def update(conversation_id: str, body: UpdateConversation, request: Request) -> Json:
         await find(conversation_id, request)
-        await store.update(conversation_id, owner_of(request), body.metadata or {})
+        await store.update(conversation_id, scope_of(request).owner, body.metadata or {})
         return (await find(conversation_id, request)).to_api()
 
     @router.delete(PATH + "/{conversation_id}", response_model=None, responses=answers(DeletedConversation))
     async def delete(conversation_id: str, request: Request) -> Json:
         await find(conversation_id, request)
-        await store.delete(conversation_id, owner_of(request))
+        await store.delete(conversation_id, scope_of(request).owner)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
     @router.get(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
@@ -108,7 +107,7 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
     async def add_items(conversation_id: str, body: AddItems, request: Request) -> Response:
         await find(conversation_id, request)
         items = await aside(request, stored_items, body.items)
-        await store.append(conversation_id, owner_of(request), items)
+        await store.append(conversation_id, scope_of(request).owner, items)
         return await aside(request, lambda: JSONResponse(_page(items, has_more=False)))
 
     @router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))

@@ -42,11 +42,9 @@ from paceline.services.gateway.api.tokens.bodies import RenderedRequest
 from paceline.services.gateway.api.tokens.render import render
 from paceline.services.gateway.api.tokens.render_api import check_no_media
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.errors import ApiError, to_api_error
 from paceline.services.gateway.http.event_streams import EventStreamResponse, event, until_disconnect
-from paceline.services.gateway.http.memory import memory_of
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.cache_hints import STORED
 from paceline.services.gateway.planning.chat_prompt import media_of
@@ -83,7 +81,9 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         model: ModelFleet, body: ResponsesRequest, request: Request
     ) -> tuple[list[InputItem], Toolbox, Plan]:
         """Return the whole conversation, its tools and its plan."""
-        items = await kept.conversation(body, owner_of(request), memory_of(request), partial(aside, request))
+        items = await kept.conversation(
+            body, scope_of(request).owner, scope_of(request).memory, partial(aside, request)
+        )
         await aside(request, check_echo, body)
         toolbox = await aside(request, Toolbox, body, items)
 
@@ -119,7 +119,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         if body.stream and HEADER in request.headers:
             message = f"{HEADER}: streams of responses cannot be continued, because each has an id of its own"
             raise ApiError(400, message, param=HEADER)
-        owner = owner_of(request)
+        owner = scope_of(request).owner
         items, toolbox, plan = await prepare(model, body, request)
         is_stored = body.store and store is not None
         response_id = _response_id(request, body)
@@ -173,7 +173,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         stream: bool = False,
         starting_after: Annotated[int, Query(ge=-1)] = -1,
     ) -> Response:
-        record = await kept.get(response_id, owner_of(request), memory_of(request))
+        record = await kept.get(response_id, scope_of(request).owner, scope_of(request).memory)
         if not stream:
             return await aside(request, JSONResponse, record.response)
         run = runs.find(response_id) if runs is not None else None
@@ -184,15 +184,15 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
 
     @router.delete("/v1/responses/{response_id}", response_model=None, responses=answers(DeletedResponse))
     async def delete(response_id: str, request: Request) -> Json:
-        await kept.delete(response_id, owner_of(request))
+        await kept.delete(response_id, scope_of(request).owner)
         if runs is not None:
             await runs.cancel(response_id)
         return {"id": response_id, "object": "response", "deleted": True}
 
     @router.post("/v1/responses/{response_id}/cancel", response_model=None, responses=answers(ResponseBody))
     async def cancel(response_id: str, request: Request) -> Response:
-        owner = owner_of(request)
-        record = await kept.get(response_id, owner, memory_of(request))
+        owner = scope_of(request).owner
+        record = await kept.get(response_id, owner, scope_of(request).memory)
         if not record.response["background"]:
             message = "only responses with background true can be cancelled"
             raise ApiError(400, message, param="response_id")
@@ -200,7 +200,7 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
             await runs.cancel(response_id)
             # If another gateway computes it, that one notices.
             await store.finish({**record.response, "status": "cancelled"})
-        record = await kept.get(response_id, owner, memory_of(request))
+        record = await kept.get(response_id, owner, scope_of(request).memory)
         return await aside(request, JSONResponse, record.response)
 
     @router.get("/v1/responses/{response_id}/input_items", response_model=None, responses=answers(InputItems))
@@ -211,11 +211,11 @@ def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> 
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        owner = owner_of(request)
-        record = await kept.get(response_id, owner, memory_of(request))
+        owner = scope_of(request).owner
+        record = await kept.get(response_id, owner, scope_of(request).memory)
         items: list[Json] = []
         if record.previous_id:
-            for turn in await kept.turns(record.previous_id, owner, memory_of(request)):
+            for turn in await kept.turns(record.previous_id, owner, scope_of(request).memory):
                 items += [*turn.input, *turn.response["output"]]
         items += record.input
         ordered = items if order == "asc" else items[::-1]
@@ -304,7 +304,7 @@ def _response_id(request: Request, body: ResponsesRequest) -> str:
     """
     if body.background and IDEMPOTENCY_KEY in request.headers:
         return f"resp_{id_of_made(request)}"
-    return f"resp_{uuid.uuid4().hex}" if request.state.client_chose_id else str(request.state.request_id)
+    return f"resp_{uuid.uuid4().hex}" if scope_of(request).client_chose_id else str(scope_of(request).id)
 
 
 def _page(items: list[Json], limit: int, after: str | None) -> Json:

@@ -25,9 +25,8 @@ from paceline.services.gateway.api.tokens.derender import (
 )
 from paceline.services.gateway.api.tokens.render import render
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.pool import aside
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.chat_prompt import media_of
 from paceline.services.gateway.planning.media.expansion import NOTHING
@@ -58,7 +57,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
         plan = await model.plan(request, lambda served: plan_completion(body, served))
-        plan = await model.constrained(plan, owner_of(request))
+        plan = await model.constrained(plan, scope_of(request).owner)
         return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)))
 
     @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
@@ -67,7 +66,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         request_id = choose_id(body.request_id, request)
         check_no_media(body, model)
         plan = await model.plan(request, lambda served: plan_chat(body, served))
-        plan = await model.constrained(plan, owner_of(request))
+        plan = await model.constrained(plan, scope_of(request).owner)
         return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)[0]))
 
     @router.post(
@@ -81,7 +80,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         plan = None
         if (completion_request := body.completion_request) is not None:
             plan = await model.plan(request, lambda served: plan_completion(completion_request, served))
-        about = plan, body.answer_id or request.state.request_id, model.name, model.tokenizer
+        about = plan, body.answer_id or scope_of(request).id, model.name, model.tokenizer
         if isinstance(body, DerenderCompletionStream):
             return await aside(request, lambda: JSONResponse(derender_completion_event(body, *about)))
         return await aside(request, lambda: JSONResponse(derender_completion(body, *about)))
@@ -96,7 +95,7 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         if (chat_request := body.chat_request) is not None:
             # Only how answers are read matters here, not the prompt.
             plan = await model.plan(request, lambda served: plan_chat(chat_request, served, NOTHING))
-        about = plan, body.answer_id or request.state.request_id, model.name, model.tokenizer
+        about = plan, body.answer_id or scope_of(request).id, model.name, model.tokenizer
         if isinstance(body, DerenderChatStream):
             return await aside(request, lambda: JSONResponse(derender_chat_event(body, *about)))
         return await aside(request, lambda: JSONResponse(derender_chat(body, *about)))

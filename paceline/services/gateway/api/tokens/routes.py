@@ -12,10 +12,9 @@ from paceline.services.gateway.api.respond import choose_id, respond
 from paceline.services.gateway.api.tokens.bodies import GeneratedTokens, TokensChunk
 from paceline.services.gateway.api.tokens.token_format import TokensFormat
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.callers import caller_of, owner_of
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.http.reading import parse
+from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.planning import in_sampling_params, plan_tokens
 from paceline.services.gateway.planning.token_schemas import AbortRequest, TokensRequest
 
@@ -40,7 +39,7 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
         request_id = choose_id(body.request_id, request)
         plan = await model.plan(request, lambda served: plan_tokens(body, served))
         with in_sampling_params():
-            plan = await model.constrained(plan, owner_of(request))
+            plan = await model.constrained(plan, scope_of(request).owner)
         tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
         return await respond(model, body, plan, tokens_format, request)
 
@@ -54,7 +53,7 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
     async def abort(body: AbortRequest, request: Request) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
         for request_id in body.request_ids:
-            gateway.requests.abort(request_id, caller_of(request).may_see)
+            gateway.requests.abort(request_id, scope_of(request).caller.may_see)
         return Response()
 
 

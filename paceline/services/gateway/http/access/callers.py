@@ -5,8 +5,6 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from fastapi import Request
-
 from paceline.core.request_classes import DEFAULT
 
 _owner: ContextVar[str] = ContextVar("paceline_owner", default="")
@@ -33,6 +31,11 @@ class Caller:
         """Return whether the caller may see and end what `owner` has sent."""
         return self.is_admin or self.owner == owner
 
+    @property
+    def only_owner(self) -> str | None:
+        """The only owner whose files and batches the caller may see; None if it may see all."""
+        return None if self.is_admin else self.owner
+
     def priority_for(self, wanted: int | None) -> int:
         """Return the priority of a request that wants `wanted`. A key can make requests less urgent, but not more."""
         if wanted is None:
@@ -44,19 +47,12 @@ ANYONE = Caller(name="", owner="", is_admin=False)
 """A caller without a key."""
 
 
-def caller_of(request: Request) -> Caller:
-    """Return who sent a request."""
-    caller: Caller = getattr(request.state, "caller", ANYONE)
-    return caller
-
-
-def owner_of(request: Request) -> str:
-    """Return the digest of the key that let the request in; "" if the caller has none."""
-    return caller_of(request).owner
-
-
 def set_current_owner(owner: str) -> None:
-    """Say for whom this task, and the tasks that it makes, work from now on; see `owner_of`."""
+    """Say for whom this task, and the tasks that it makes, work from now on.
+
+    Args:
+        owner: digest of the caller's key; "" if the caller has none.
+    """
     _owner.set(owner)
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-
-from fastapi import Request
 
 from paceline.core.request_classes import BACKGROUND
 from paceline.proto.fleet_pb2 import KeyUse
@@ -40,21 +37,25 @@ class Limiter:
 
     Args:
         gateways: returns what the gateways of the cluster tell now.
+        count_refusal: called with the class of a request that is refused, and the reason.
         clock: returns the time in seconds.
     """
 
     def __init__(
-        self, book: AccessBook, gateways: Callable[[], Gateways], clock: Callable[[], float] = time.monotonic
+        self,
+        book: AccessBook,
+        gateways: Callable[[], Gateways],
+        count_refusal: Callable[[str, Reason], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._book = book
         self._gateways = gateways
+        self._count_refusal = count_refusal
         self._clock = clock
         self._meters: dict[str, Meter] = {}
         """What clients use, by owner."""
         self._line_meters: dict[str, Meter] = {}
         """What lines of batches use, by owner. Clients never wait for them."""
-        self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
-        """Called with the class of a request that is refused, and the reason."""
 
     def begin(self, owner: str, *, is_line: bool = False) -> Admission:
         """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many.
@@ -107,13 +108,16 @@ class Limiter:
             return None
         meter = self._meters.get(owner)
         if meter is None:
-            meter = self._meters[owner] = Meter(key.name, key.limits, self._clock())
+            meter = self._meters[owner] = Meter(key.name, key.limits, self._count_limited, self._clock())
         meter.set_limits(key.limits, self._clock())
-        meter.on_refused = partial(self.on_refused, key.request_class, "limit")
+        meter.request_class = key.request_class
         gateways = self._gateways()
         uses = {name: next((use for use in told if use.name == key.name), None) for name, told in gateways.uses.items()}
         meter.parts = parts_of(key.limits, gateways.own, uses, gateways.is_current)
         return meter
+
+    def _count_limited(self, request_class: str) -> None:
+        self._count_refusal(request_class, "limit")
 
     def _line_meter(self, owner: str) -> Meter | None:
         """Return the meter of a key for the lines of its batches; None if the key has no limits."""
@@ -123,17 +127,11 @@ class Limiter:
         now = self._clock()
         meter = self._line_meters.get(owner)
         if meter is None:
-            meter = self._line_meters[owner] = Meter(clients.name, clients.limits, now)
+            meter = self._line_meters[owner] = Meter(clients.name, clients.limits, self._count_limited, now)
         meter.set_limits(clients.limits, now)
-        meter.on_refused = partial(self.on_refused, BACKGROUND, "limit")
+        meter.request_class = BACKGROUND
         meter.parts = clients.left(now)
         return meter
-
-
-def admission_of(request: Request) -> Admission:
-    """Return the admission of a request."""
-    admission: Admission = request.state.admission
-    return admission
 
 
 def _headers(kind: str, limit: MinuteLimit | None, part: Part, now: float) -> dict[str, str]:

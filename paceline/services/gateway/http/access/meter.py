@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from paceline.core.request_classes import DEFAULT
 from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.minute_limit import Charge, MinuteLimit, Part
 from paceline.services.gateway.http.access.shares import KeyParts
@@ -36,12 +37,17 @@ class Rate:
 
 
 class Meter:
-    """The limits of one key, and what is used of them. All instants are those of one clock, in seconds."""
+    """The limits of one key, and what is used of them. All instants are those of one clock, in seconds.
 
-    def __init__(self, name: str, limits: KeyLimits, now: float) -> None:
+    Args:
+        count_refusal: called with the class of a request that is refused.
+    """
+
+    def __init__(self, name: str, limits: KeyLimits, count_refusal: Callable[[str], object], now: float) -> None:
         self.name = name
-        self.on_refused: Callable[[], object] = lambda: None
-        """Called when a request is refused."""
+        self.request_class = DEFAULT
+        """Class of the key's requests."""
+        self._count_refusal = count_refusal
         self.running = 0
         self.requests: MinuteLimit | None = None
         self.tokens: MinuteLimit | None = None
@@ -122,7 +128,7 @@ class Meter:
         return limit.take(amount, now)
 
     def _too_many(self, kind: str, message: str, wait: float) -> ApiError:
-        self.on_refused()
+        self._count_refusal(self.request_class)
         seconds = retry_after(wait)
         error = ApiError(429, f"{message}; try again in {seconds} s", type=kind, code="rate_limit_exceeded")
         error.headers["Retry-After"] = str(seconds)

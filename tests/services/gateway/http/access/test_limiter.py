@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from paceline.services.gateway.http.access.book import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
 from paceline.services.gateway.http.access.shares import Use
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.refusals import Reason
 
 HEARTBEAT = 1.5
 """Seconds between two reports of a gateway to the others."""
@@ -41,8 +42,10 @@ def owner(keys: AccessBook) -> str:
     return key.digest.hex()
 
 
-def alone(keys: AccessBook, clock: Clock) -> Limiter:
-    return Limiter(keys, lambda: Gateways("a", {}, True), clock)
+def alone(
+    keys: AccessBook, clock: Clock, count_refusal: Callable[[str, Reason], object] = lambda request_class, reason: None
+) -> Limiter:
+    return Limiter(keys, lambda: Gateways("a", {}, True), count_refusal, clock)
 
 
 class Cluster:
@@ -57,7 +60,12 @@ class Cluster:
         self.owner = owner(keys)
 
     def _limiter(self, keys: AccessBook, name: str) -> Limiter:
-        return Limiter(keys, lambda: Gateways(name, self._told, self.redis_answers), self.clock)
+        return Limiter(
+            keys,
+            lambda: Gateways(name, self._told, self.redis_answers),
+            lambda request_class, reason: None,
+            self.clock,
+        )
 
     def advance(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -136,6 +144,16 @@ def test_several_gateways_have_so_many_places_together(tmp_path: Path, count: in
                 running.enter_context(admission)
             cluster.advance(0.1)
         assert sum(limiter._meters[cluster.owner].running for limiter in cluster.limiters.values()) == 4
+
+
+def test_refusals_are_counted_by_class(tmp_path: Path) -> None:
+    keys, refused = book(tmp_path, "max_concurrent = 1"), []
+    limiter = alone(keys, Clock(), lambda *refusal: refused.append(refusal))
+    with limiter.begin(owner(keys)):
+        for is_line in (False, True):
+            with pytest.raises(ApiError):
+                limiter.begin(owner(keys), is_line=is_line)
+    assert refused == [("default", "limit"), ("background", "limit")]
 
 
 def test_a_refusal_says_when_to_try_again_and_what_is_left(tmp_path: Path) -> None:

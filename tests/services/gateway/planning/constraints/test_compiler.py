@@ -15,7 +15,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.grammar import compile_grammar
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.turns import OwnerTurns
+from paceline.services.gateway.http.pool import OwnerTurns
 from paceline.services.gateway.planning.constraints import compiler
 from paceline.services.gateway.planning.constraints.fields import ConstraintFields, WantedConstraint
 from paceline.services.gateway.planning.constraints.trial import fault, read_outcome

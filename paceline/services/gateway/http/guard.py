@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.http.access.admission import Admission
 from paceline.services.gateway.http.access.book import AccessBook, caller_with
 from paceline.services.gateway.http.access.callers import ANYONE, Caller, set_current_owner
 from paceline.services.gateway.http.access.decisions import Access, decision_for, why_missing
 from paceline.services.gateway.http.access.limiter import Limiter
 from paceline.services.gateway.http.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
+from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.request_scope import scope_of
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ _ENDS = ("/cancel", "/abort_requests")
 class Guard:
     """Middleware that applies DECISIONS and the limits of keys.
 
-    The request's state gets `caller`, who sent it, and `admission`, what its key is charged. A request that the gateway
-    makes itself has a `caller` in its state already, and is let in.
+    The request's scope gets `caller`, who sent it, and `admission`, what its key is charged. A line of a batch has its
+    caller already, and is let in.
 
     Args:
         origins: origins whose web pages may call the API (`--allowed-origins`).
@@ -51,30 +52,28 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        answer = send
+        request, answer = scope_of(scope), send
         try:
-            caller = state["caller"] = state.get("caller") or self._admit(scope)
-            set_current_owner(caller.owner)
-            answer = self._with_limits(send, caller)
-            state["admission"] = self._begin(scope, caller) if _is_counted(scope) else Admission()
+            if not request.is_background:
+                request.caller = self._admit(scope)
+            set_current_owner(request.owner)
+            answer = self._with_limits(send, request.owner)
+            if _is_counted(scope):
+                request.admission = self._limiter.begin(request.owner, is_line=request.is_background)
         except ApiError as refusal:
-            await refusal.response()(scope, receive, answer)
+            await logged_response(refusal)(scope, receive, answer)
             return
-        with state["admission"]:
+        with request.admission:
             await self._app(scope, receive, answer)
 
-    def _begin(self, scope: Scope, caller: Caller) -> Admission:
-        return self._limiter.begin(caller.owner, is_line=scope["state"].get("background", False))
-
-    def _with_limits(self, send: Send, caller: Caller) -> Send:
-        """Return a `send` that adds the headers about the caller's limits, if it has any."""
-        if not self._limiter.headers(caller.owner):
+    def _with_limits(self, send: Send, owner: str) -> Send:
+        """Return a `send` that adds the headers about the limits of the caller's key, if it has any."""
+        if not self._limiter.headers(owner):
             return send
 
         async def send_with_limits(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._limiter.headers(caller.owner))
+                MutableHeaders(scope=message).update(self._limiter.headers(owner))
             await send(message)
 
         return send_with_limits

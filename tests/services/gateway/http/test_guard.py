@@ -24,6 +24,7 @@ from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.access.callers import Caller
 from paceline.services.gateway.http.access.decisions import DECISIONS, Access, check_decided, decision_for, paths_of
+from paceline.services.gateway.http.middleware import LINE_CALLER
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 HERE = ("127.0.0.1", 4000)
@@ -264,7 +265,7 @@ async def test_a_request_of_the_gateway_itself_is_its_caller_s(make_gate: MakeGa
 
     for path, expected in (("/v1/models", 200), ("/v1/nothing", 404)):
         scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
-        scope["state"] = {"caller": Caller("key-1", "digest of the key", is_admin=False)}
+        scope[LINE_CALLER] = Caller("key-1", "digest of the key", is_admin=False)
         await app(scope, receive, send)
         assert statuses[0] == expected
         statuses.clear()
@@ -388,4 +389,4 @@ async def test_a_proxy_without_an_admin_key_is_warned_of_once(
         for each in (guarded, gate, gate):
             await each.ask("/v1/models", x_forwarded_for="203.0.113.9")
         await gate.ask("/v1/models")
-    assert [record.name for record in caplog.records].count("paceline.services.gateway.http.access.guard") == 1
+    assert [record.name for record in caplog.records].count("paceline.services.gateway.http.guard") == 1
