@@ -21,7 +21,7 @@ from paceline.services.gateway.api.messages.bodies import MessageError, MessageE
 from paceline.services.gateway.api.messages.routes import add_messages
 from paceline.services.gateway.api.openai.bodies import ChatChunk, CompletionChunk
 from paceline.services.gateway.api.openai.chat_batch import add_chat_batch
-from paceline.services.gateway.api.openai.routes import add_api
+from paceline.services.gateway.api.openai.routes import add_openai
 from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
@@ -93,7 +93,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_schema(app, _REFERENCED)
     install_error_handlers(app)
     # Functions `add_…` use the router of the application, because FastAPI makes each route of an included one twice.
-    add_api(app.router, gateway)
+    add_openai(app.router, gateway)
     add_messages(app.router, gateway)
     add_chat_batch(app.router, gateway)
     add_token_api(app.router, gateway)

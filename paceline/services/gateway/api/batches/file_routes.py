@@ -64,60 +64,72 @@ Json = dict[str, Any]
 
 
 def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batches: BatchStore) -> None:
-    most_bytes = parse_bytes(config.max_file_size)
+    """Add the routes of files to a router."""
+    api = FilesApi(config, files, batches)
+    router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)(api.upload)
+    router.get("/v1/files", response_model=None, responses=answers(FileList))(api.list_files)
+    router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))(api.get)
+    router.get("/v1/files/{file_id}/content", response_class=Response, responses=TEXT)(api.content)
+    router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))(api.delete)
 
-    async def find(file_id: str, request: Request) -> File:
-        return found(await files.get(file_id, scope_of(request).caller.only_owner), file_id)
 
-    @router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)
-    async def upload(request: Request) -> Json:
+class FilesApi:
+    """The routes of files."""
+
+    def __init__(self, config: GatewayConfig, files: FileStore, batches: BatchStore) -> None:
+        self._files = files
+        self._batches = batches
+        self._keep_seconds = config.stored_files_seconds
+        self._most_bytes = parse_bytes(config.max_file_size)
+
+    async def _find(self, file_id: str, request: Request) -> File:
+        return found(await self._files.get(file_id, scope_of(request).caller.only_owner), file_id)
+
+    async def upload(self, request: Request) -> Json:
         now = time.time()
         reader = Upload(request.headers.get("content-type", ""))
         file_id = f"file-{id_of_made(request)}"
         # Two tries of one request may come at the same time, so each writes a file of its own.
-        made = File(new_id(), scope_of(request).owner, PURPOSE, "", 0, now, now + config.stored_files_seconds)
-        await files.begin(made)
+        made = File(new_id(), scope_of(request).owner, PURPOSE, "", 0, now, now + self._keep_seconds)
+        await self._files.begin(made)
         try:
-            await _receive(request, reader, made, files, most_bytes)
-            expires = _expires(reader.fields, now, config.stored_files_seconds)
+            await _receive(request, reader, made, self._files, self._most_bytes)
+            expires = _expires(reader.fields, now, self._keep_seconds)
             named = dataclasses.replace(made, filename=reader.filename or "", expires=expires)
-            return _body(await files.finish(named, as_id=file_id))
+            return _body(await self._files.finish(named, as_id=file_id))
         except BaseException as error:
             # If the store fails now, the file expires soon, because it is not complete.
             with contextlib.suppress(Exception):
-                await files.discard(made.id)
+                await self._files.discard(made.id)
             if isinstance(error, OtherFileError):
                 raise key_was_used(f"the file {file_id!r}") from None
             raise
 
-    @router.get("/v1/files", response_model=None, responses=answers(FileList))
     async def list_files(
+        self,
         request: Request,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         order: Order = "desc",
         purpose: str = "",
     ) -> Response:
-        first = None if after is None else await find(after, request)
-        listed = await files.page(scope_of(request).caller.only_owner, purpose, first, limit + 1, order)
+        first = None if after is None else await self._find(after, request)
+        listed = await self._files.page(scope_of(request).caller.only_owner, purpose, first, limit + 1, order)
         return await aside(request, lambda: JSONResponse(page([_body(file) for file in listed], limit)))
 
-    @router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))
-    async def get(file_id: str, request: Request) -> Json:
-        return _body(await find(file_id, request))
+    async def get(self, file_id: str, request: Request) -> Json:
+        return _body(await self._find(file_id, request))
 
-    @router.get("/v1/files/{file_id}/content", response_class=Response, responses=TEXT)
-    async def content(file_id: str, request: Request) -> Response:
-        file = await find(file_id, request)
+    async def content(self, file_id: str, request: Request) -> Response:
+        file = await self._find(file_id, request)
         # With its length, a client notices if the file is deleted or the store fails meanwhile.
         length = {"content-length": str(file.size)}
-        return StreamingResponse(files.content(file.id), headers=length, media_type="application/jsonl")
+        return StreamingResponse(self._files.content(file.id), headers=length, media_type="application/jsonl")
 
-    @router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))
-    async def delete(file_id: str, request: Request) -> Json:
-        file = await find(file_id, request)
+    async def delete(self, file_id: str, request: Request) -> Json:
+        file = await self._find(file_id, request)
         try:
-            await files.delete(file.id, batches.unused(file.id))
+            await self._files.delete(file.id, self._batches.unused(file.id))
         except MissingFileError:
             raise file_not_found(file.id) from None
         return {"id": file.id, "object": "file", "deleted": True}

@@ -55,23 +55,45 @@ Json = dict[str, Any]
 def add_message_batches(
     router: APIRouter, config: GatewayConfig, files: FileStore, batches: BatchStore, runner: BatchRunner
 ) -> None:
+    """Add the routes of message batches to a router."""
+    api = MessageBatchesApi(config, files, batches, runner)
+    router.post(PATH, response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)(api.create)
+    router.get(PATH, response_model=None, responses=answers(MessageBatchList) | MESSAGE_ERRORS)(api.list_batches)
+    router.get(PATH + "/{batch_id}", response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)(api.get)
+    router.post(PATH + "/{batch_id}/cancel", response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)(
+        api.cancel
+    )
+    router.get(PATH + "/{batch_id}/results", response_class=Response, responses=TEXT | MESSAGE_ERRORS)(api.results)
+    router.delete(PATH + "/{batch_id}", response_model=None, responses=answers(DeletedMessageBatch) | MESSAGE_ERRORS)(
+        api.delete
+    )
 
-    async def find(batch_id: str, request: Request) -> Batch:
-        batch = await batches.get(batch_id, scope_of(request).caller.only_owner)
+
+class MessageBatchesApi:
+    """The routes of Anthropic's message batches."""
+
+    def __init__(self, config: GatewayConfig, files: FileStore, batches: BatchStore, runner: BatchRunner) -> None:
+        self._files = files
+        self._batches = batches
+        self._runner = runner
+        self._keep_seconds = config.stored_files_seconds
+        self._most_requests = config.max_batch_lines
+
+    async def _find(self, batch_id: str, request: Request) -> Batch:
+        batch = await self._batches.get(batch_id, scope_of(request).caller.only_owner)
         if batch is None or batch.endpoint != ENDPOINT:
             raise ApiError(404, f"No message batch found with id {batch_id!r}.", param="batch_id")
         return batch
 
-    @router.post(PATH, response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)
-    async def create(body: CreateMessageBatch, request: Request) -> Json:
+    async def create(self, body: CreateMessageBatch, request: Request) -> Json:
         owner, now, made = scope_of(request).owner, time.time(), id_of_made(request)
-        await aside(request, _check, body, config.max_batch_lines)
-        await files.check_quota(owner)
-        expires = now + WINDOW_SECONDS + config.stored_files_seconds
+        await aside(request, _check, body, self._most_requests)
+        await self._files.check_quota(owner)
+        expires = now + WINDOW_SECONDS + self._keep_seconds
         file = File(new_id(), owner, PURPOSE, f"{MESSAGE_BATCH}_{made}.jsonl", 0, now, expires)
         try:
             chunks = await aside(request, lambda: list(_chunks(body)))
-            file = await _write(files, file, chunks, f"file-{made}")
+            file = await _write(self._files, file, chunks, f"file-{made}")
         except OtherFileError:
             raise key_was_used(f"the batch {MESSAGE_BATCH}_{made}") from None
         batch = Batch(
@@ -84,12 +106,12 @@ def add_message_batches(
             expires=now + WINDOW_SECONDS,
             total=len(body.requests),
         )
-        added = await batches.add(batch, files.hold(file.id, expires))
-        runner.wake()
+        added = await self._batches.add(batch, self._files.hold(file.id, expires))
+        self._runner.wake()
         return shown(added)
 
-    @router.get(PATH, response_model=None, responses=answers(MessageBatchList) | MESSAGE_ERRORS)
     async def list_batches(
+        self,
         request: Request,
         after_id: str | None = None,
         before_id: str | None = None,
@@ -98,42 +120,40 @@ def add_message_batches(
         if after_id is not None and before_id is not None:
             raise ApiError(400, "after_id and before_id exclude each other; send one of them", param="before_id")
         cursor = before_id or after_id
-        first = None if cursor is None else await find(cursor, request)
+        first = None if cursor is None else await self._find(cursor, request)
         order: Order = "desc" if before_id is None else "asc"
-        listed = await batches.page(scope_of(request).caller.only_owner, first, limit + 1, order, of_messages=True)
+        listed = await self._batches.page(
+            scope_of(request).caller.only_owner, first, limit + 1, order, of_messages=True
+        )
         told = page([shown(batch) for batch in listed], limit)
         if before_id is not None:
             told |= {"data": told["data"][::-1], "first_id": told["last_id"], "last_id": told["first_id"]}
         del told["object"]
         return told
 
-    @router.get(PATH + "/{batch_id}", response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)
-    async def get(batch_id: str, request: Request) -> Json:
-        return shown(await find(batch_id, request))
+    async def get(self, batch_id: str, request: Request) -> Json:
+        return shown(await self._find(batch_id, request))
 
-    @router.post(PATH + "/{batch_id}/cancel", response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)
-    async def cancel(batch_id: str, request: Request) -> Json:
-        return shown(await runner.cancel(await find(batch_id, request)))
+    async def cancel(self, batch_id: str, request: Request) -> Json:
+        return shown(await self._runner.cancel(await self._find(batch_id, request)))
 
-    @router.get(PATH + "/{batch_id}/results", response_class=Response, responses=TEXT | MESSAGE_ERRORS)
-    async def results(batch_id: str, request: Request) -> Response:
-        batch = await find(batch_id, request)
+    async def results(self, batch_id: str, request: Request) -> Response:
+        batch = await self._find(batch_id, request)
         if batch.is_active:
             raise ApiError(404, f"the message batch {batch.id!r} has not ended, so it has no results yet")
         for file_id in _answers(batch):
-            if await files.get(file_id, batch.owner) is None:
+            if await self._files.get(file_id, batch.owner) is None:
                 raise ApiError(404, f"the results of the message batch {batch.id!r} were deleted or have expired")
-        return StreamingResponse(_results(files, batch), media_type="application/x-jsonl")
+        return StreamingResponse(_results(self._files, batch), media_type="application/x-jsonl")
 
-    @router.delete(PATH + "/{batch_id}", response_model=None, responses=answers(DeletedMessageBatch) | MESSAGE_ERRORS)
-    async def delete(batch_id: str, request: Request) -> Json:
-        batch = await find(batch_id, request)
+    async def delete(self, batch_id: str, request: Request) -> Json:
+        batch = await self._find(batch_id, request)
         if batch.is_active:
             raise ApiError(409, f"the message batch {batch.id!r} has not ended; cancel it first", param="batch_id")
-        await batches.delete(batch.id)
+        await self._batches.delete(batch.id)
         for file_id in (batch.input_file_id, *_answers(batch)):
             with contextlib.suppress(MissingFileError):
-                await files.delete(file_id, batches.unused(file_id))
+                await self._files.delete(file_id, self._batches.unused(file_id))
         return {"id": batch.id, "type": "message_batch_deleted"}
 
 

@@ -41,18 +41,36 @@ def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: A
     files = FileStore(store, entries=config.stored_files, max_bytes=parse_bytes(config.stored_files_size))
     batches = BatchStore(store, most=config.max_batches, seconds=config.stored_files_seconds)
     runner = BatchRunner(gateway, batches, files, app)
-
     add_files(router, config, files, batches)
     add_message_batches(router, config, files, batches, runner)
+    api = BatchesApi(files, batches, runner, config.stored_files_seconds)
+    router.post("/v1/batches", response_model=None, responses=answers(BatchBody))(api.create)
+    router.get("/v1/batches", response_model=None, responses=answers(BatchList))(api.list_batches)
+    router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))(api.get)
+    router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchBody))(api.cancel)
+    return runner
 
-    async def find(batch_id: str, request: Request) -> Batch:
-        batch = await batches.get(batch_id, scope_of(request).caller.only_owner)
+
+class BatchesApi:
+    """The routes of batches.
+
+    Args:
+        keep_seconds: time for which files are kept after a batch has ended.
+    """
+
+    def __init__(self, files: FileStore, batches: BatchStore, runner: BatchRunner, keep_seconds: float) -> None:
+        self._files = files
+        self._batches = batches
+        self._runner = runner
+        self._keep_seconds = keep_seconds
+
+    async def _find(self, batch_id: str, request: Request) -> Batch:
+        batch = await self._batches.get(batch_id, scope_of(request).caller.only_owner)
         if batch is None or batch.endpoint not in ENDPOINTS:
             raise _not_found(batch_id)
         return batch
 
-    @router.post("/v1/batches", response_model=None, responses=answers(BatchBody))
-    async def create(body: CreateBatch, request: Request) -> Json:
+    async def create(self, body: CreateBatch, request: Request) -> Json:
         owner, now = scope_of(request).owner, time.time()
         seconds = _check(body)
         after = body.output_expires_after
@@ -67,44 +85,39 @@ def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: A
             metadata=body.metadata or {},
             output_seconds=None if after is None else after.seconds,
         )
-        added = await batches.get(batch.id, owner) or await add(batch)
+        added = await self._batches.get(batch.id, owner) or await self._add(batch)
         if not added.asks_the_same(batch):
             raise key_was_used(f"the batch {added.id!r}")
         return added.to_api()
 
-    async def add(batch: Batch) -> Batch:
+    async def _add(self, batch: Batch) -> Batch:
         """Add a batch. Raises ApiError or QuotaError if it may not be."""
-        file = found(await files.get(batch.input_file_id, batch.owner), batch.input_file_id, "input_file_id")
+        file = found(await self._files.get(batch.input_file_id, batch.owner), batch.input_file_id, "input_file_id")
         if file.purpose != PURPOSE:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
             raise ApiError(400, message, param="input_file_id")
-        await files.check_quota(batch.owner)
+        await self._files.check_quota(batch.owner)
         # The file is read until the batch has ended.
-        hold = files.hold(file.id, batch.expires + config.stored_files_seconds)
+        hold = self._files.hold(file.id, batch.expires + self._keep_seconds)
         try:
-            added = await batches.add(batch, hold)
+            added = await self._batches.add(batch, hold)
         except MissingFileError:
             raise file_not_found(file.id, "input_file_id") from None
-        runner.wake()
+        self._runner.wake()
         return added
 
-    @router.get("/v1/batches", response_model=None, responses=answers(BatchList))
     async def list_batches(
-        request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+        self, request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
     ) -> Json:
-        first = None if after is None else await find(after, request)
-        listed = await batches.page(scope_of(request).caller.only_owner, first, limit + 1)
+        first = None if after is None else await self._find(after, request)
+        listed = await self._batches.page(scope_of(request).caller.only_owner, first, limit + 1)
         return page([batch.to_api() for batch in listed], limit)
 
-    @router.get("/v1/batches/{batch_id}", response_model=None, responses=answers(BatchBody))
-    async def get(batch_id: str, request: Request) -> Json:
-        return (await find(batch_id, request)).to_api()
+    async def get(self, batch_id: str, request: Request) -> Json:
+        return (await self._find(batch_id, request)).to_api()
 
-    @router.post("/v1/batches/{batch_id}/cancel", response_model=None, responses=answers(BatchBody))
-    async def cancel(batch_id: str, request: Request) -> Json:
-        return (await runner.cancel(await find(batch_id, request))).to_api()
-
-    return runner
+    async def cancel(self, batch_id: str, request: Request) -> Json:
+        return (await self._runner.cancel(await self._find(batch_id, request))).to_api()
 
 
 def _check(body: CreateBatch) -> int:

@@ -21,28 +21,36 @@ MOST_REQUESTS = 500
 
 def add_console(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes of the console to a router."""
-    files = read_files()
+    api = ConsoleApi(gateway)
+    router.get("/", response_class=Response, include_in_schema=False)(api.page)
+    router.get("/console/feed", response_class=Response, include_in_schema=False)(api.feed)
+    router.get("/console/requests", response_model=None, responses=answers(RequestList))(api.requests)
+    router.get("/console/{name}", response_class=Response, include_in_schema=False)(api.file)
 
-    @router.get("/", response_class=Response, include_in_schema=False)
-    async def page(request: Request) -> Response:
-        return files[PAGE].response(request)
 
-    @router.get("/console/feed", response_class=Response, include_in_schema=False)
-    async def feed(model: str | None = None) -> Response:
+class ConsoleApi:
+    """The routes of the console."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._files = read_files()
+
+    async def page(self, request: Request) -> Response:
+        return self._files[PAGE].response(request)
+
+    async def feed(self, model: str | None = None) -> Response:
         # The page learns the names of the models from its first stream, which is of the first model.
-        shown = gateway.named(model)[0]
-        about = {"models": list(gateway.models)}
+        shown = self._gateway.named(model)[0]
+        about = {"models": list(self._gateway.models)}
         # An error ends the stream; the browser then opens a new one.
         return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))
 
-    @router.get("/console/requests", response_model=None, responses=answers(RequestList))
-    async def requests(limit: Annotated[int, Query(ge=1, le=MOST_REQUESTS)] = 100) -> dict[str, Any]:
+    async def requests(self, limit: Annotated[int, Query(ge=1, le=MOST_REQUESTS)] = 100) -> dict[str, Any]:
         """Return the newest requests of this gateway, whose traces are at /trace/{own_id}."""
         now = time.monotonic()
-        return {"requests": [summarize(trace, now) for trace in gateway.traces.newest(limit)]}
+        return {"requests": [summarize(trace, now) for trace in self._gateway.traces.newest(limit)]}
 
-    @router.get("/console/{name}", response_class=Response, include_in_schema=False)
-    async def file(name: str, request: Request) -> Response:
-        if (found := files.get(name)) is None:
+    async def file(self, name: str, request: Request) -> Response:
+        if (found := self._files.get(name)) is None:
             raise ApiError(404, "the console has no such file", code="not_found")
         return found.response(request)

@@ -26,12 +26,26 @@ from paceline.services.gateway.planning.plan import Plan
 
 def add_messages(router: APIRouter, gateway: Gateway) -> None:
     """Add the Messages API to a router. Query parameters and the headers of its versions change nothing."""
-
-    @router.post(
+    api = MessagesApi(gateway)
+    router.post(
         "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
+    )(api.create_message)
+    router.post("/v1/messages/render", response_model=None, responses=answers(RenderedRequest) | MESSAGE_ERRORS)(
+        api.render_message
     )
-    async def create_message(body: MessagesRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)(
+        api.count_tokens
+    )
+
+
+class MessagesApi:
+    """The Messages API."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def create_message(self, body: MessagesRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         plan = await _plan(model, body, request)
         generation = await start(model, plan, request, body.stream, body if body.stream else None)
         shows_thinking = body.thinking is None or body.thinking.display != "omitted"
@@ -41,18 +55,16 @@ def add_messages(router: APIRouter, gateway: Gateway) -> None:
             return stream(generation, writer, writer.ping)
         return await whole(generation, request, message_format.whole)
 
-    @router.post("/v1/messages/render", response_model=None, responses=answers(RenderedRequest) | MESSAGE_ERRORS)
-    async def render_message(body: MessagesRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def render_message(self, body: MessagesRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         chat = await aside(request, chat_request, body, model.forms)
         check_no_media(chat, model)
         plan = await _plan(model, body, request)
         request_id = scope_of(request).id
         return await aside(request, lambda: JSONResponse(render(chat, plan, request_id, model.name)[0]))
 
-    @router.post("/v1/messages/count_tokens", response_model=None, responses=answers(TokenCount) | MESSAGE_ERRORS)
-    async def count_tokens(body: CountRequest, request: Request) -> dict[str, Any]:
-        model = gateway.pick(body.model)
+    async def count_tokens(self, body: CountRequest, request: Request) -> dict[str, Any]:
+        model = self._gateway.pick(body.model)
         prompt = await encode_conversation(model, await aside(request, chat_fields, body), request)
         return {"input_tokens": len(prompt.token_ids)}
 

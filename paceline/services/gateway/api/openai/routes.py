@@ -48,14 +48,33 @@ def write_list(values: Sequence[int] | Sequence[str]) -> str:
     return f"[{', '.join(pieces)}]"
 
 
-def add_api(router: APIRouter, gateway: Gateway) -> None:
+def add_openai(router: APIRouter, gateway: Gateway) -> None:
     """Add the OpenAI endpoints, `/tokenize` and `/detokenize` to a router."""
+    api = OpenAiApi(gateway)
+    router.get("/v1/models", response_model=None, responses=answers(ModelList))(api.list_models)
+    router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))(api.get_model)
+    router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))(
+        api.complete
+    )
+    router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))(
+        api.chat
+    )
+    router.post("/tokenize", response_model=None, responses=answers(Tokens))(api.tokenize)
+    router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))(api.tokenizer_info)
+    router.post("/detokenize", response_model=None, responses=answers(Text))(api.detokenize)
 
-    def card(model: ModelFleet) -> dict[str, Any]:
+
+class OpenAiApi:
+    """The OpenAI endpoints, `/tokenize` and `/detokenize`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def _card(self, model: ModelFleet) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
-            "created": gateway.started,
+            "created": self._gateway.started,
             "owned_by": "paceline",
             "root": model.name,
             "parent": None,
@@ -63,39 +82,34 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
             "permission": [],
         }
 
-    @router.get("/v1/models", response_model=None, responses=answers(ModelList))
-    async def list_models() -> dict[str, Any]:
+    async def list_models(self) -> dict[str, Any]:
         # A model is listed once a worker has loaded it. It stays listed, because workers come and go.
-        served = [card(model) for model in gateway.models.values() if model.fleet.has_served.is_set()]
+        served = [self._card(model) for model in self._gateway.models.values() if model.fleet.has_served.is_set()]
         return {"object": "list", "data": served}
 
-    @router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))
-    async def get_model(model: str) -> dict[str, Any]:
-        found = gateway.pick(model)
+    async def get_model(self, model: str) -> dict[str, Any]:
+        found = self._gateway.pick(model)
         if not found.fleet.has_served.is_set():
             raise NoWorkerError
-        return card(found)
+        return self._card(found)
 
-    @router.post("/v1/completions", response_model=None, responses=answers(Completion, chunk=CompletionChunk))
-    async def complete(body: CompletionRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         plan = await model.plan(request, lambda served: plan_completion(body, served), kind_of(body))
         plan = await model.constrained(plan, scope_of(request).owner)
         response_format = CompletionFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
 
-    @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         plan = await plan_conversation(model, body, request)
         response_format = ChatFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
 
-    @router.post("/tokenize", response_model=None, responses=answers(Tokens))
-    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         tokenizer, special = model.tokenizer, body.add_special_tokens
         if body.prompt is None:
             tokens = (await encode_conversation(model, body, request, special is True)).token_ids
@@ -110,15 +124,13 @@ def add_api(router: APIRouter, gateway: Gateway) -> None:
 
         return Response(await aside(request, encode), media_type="application/json")
 
-    @router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))
-    async def tokenizer_info(model: str | None = None) -> dict[str, Any]:
-        tokenizer = gateway.find(model).tokenizer
+    async def tokenizer_info(self, model: str | None = None) -> dict[str, Any]:
+        tokenizer = self._gateway.find(model).tokenizer
         template = {"chat_template": tokenizer.chat_template_source} if tokenizer.chat_template_source else {}
         return {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.settings, **template}
 
-    @router.post("/detokenize", response_model=None, responses=answers(Text))
-    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def detokenize(self, body: DetokenizeRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
 
         def decode() -> Response:
             check_ids(body.tokens, model.tokenizer.vocab_size, "tokens")

@@ -37,55 +37,65 @@ MOST_LEASES = 5000
 
 def add_operations(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes for health, metrics, the fleet and traces to a router."""
-
+    api = OperatorsApi(gateway)
+    router.get("/health", response_class=Response)(api.health)
     # One route for each method, because each operation needs an id of its own in /openapi.json.
-    @router.get("/health", response_class=Response)
-    async def health(model: str | None = None) -> Response:
+    router.post("/ping", response_class=Response)(api.ping)
+    router.get("/ping", response_class=Response)(api.ping)
+    router.get("/version", response_model=None, responses=answers(Version))(api.version)
+    router.get("/server_info", response_model=None, responses=answers(ServerInfo))(api.server_info)
+    router.get("/load", response_model=None, responses=answers(Load))(api.load)
+    router.get("/metrics", response_class=Response, responses=TEXT)(api.metrics)
+    router.get("/fleet", response_model=None, responses=answers(FleetState))(api.fleet)
+    router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))(api.trace)
+
+
+class OperatorsApi:
+    """The routes for health, metrics, the fleet and traces."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def health(self, model: str | None = None) -> Response:
         try:
-            gateway.check_ready(model)
+            self._gateway.check_ready(model)
         except UnavailableError as error:
             return ErrorResponse(to_api_error(error))  # not logged, because probes ask again and again
         return Response()
 
-    @router.get("/ping", response_class=Response)
-    @router.post("/ping", response_class=Response)
-    async def ping() -> Response:
+    async def ping(self) -> Response:
         return Response()
 
-    @router.get("/version", response_model=None, responses=answers(Version))
-    async def version() -> dict[str, str]:
+    async def version(self) -> dict[str, str]:
         return {"version": paceline.__version__}
 
-    @router.get("/server_info", response_model=None, responses=answers(ServerInfo))
-    async def server_info(model: str | None = None) -> dict[str, Any]:
-        found = gateway.find(model)
+    async def server_info(self, model: str | None = None) -> dict[str, Any]:
+        found = self._gateway.find(model)
         roles = Counter(worker.member.role for worker in found.fleet.workers() if worker.available)
         return {
             "version": paceline.__version__,
             "model": found.name,
             "max_model_len": found.fleet.max_model_len(),
-            "started": gateway.started,
+            "started": self._gateway.started,
             "members": dict(roles),
             "options": found.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
-    @router.get("/load", response_model=None, responses=answers(Load))
-    async def load() -> dict[str, int]:
-        return {"server_load": gateway.running_sequences()}
+    async def load(self) -> dict[str, int]:
+        return {"server_load": self._gateway.running_sequences()}
 
-    @router.get("/metrics", response_class=Response, responses=TEXT)
-    async def metrics() -> Response:
-        await asyncio.gather(*(_read_kv_usage(model) for model in gateway.models.values()))
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    async def metrics(self) -> Response:
+        await asyncio.gather(*(_read_kv_usage(model) for model in self._gateway.models.values()))
+        return Response(self._gateway.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
-    @router.get("/fleet", response_model=None, responses=answers(FleetState))
     async def fleet(
+        self,
         leases: Annotated[int, Query(ge=1, le=MOST_LEASES)] = LEASES,
         holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
         model: str | None = None,
     ) -> dict[str, Any]:
         """Return the fleets of all models, or of the one that the parameter names."""
-        models = gateway.named(model)
+        models = self._gateway.named(model)
         leases = holds or leases  # `holds` was the name in earlier releases
         fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
         return {
@@ -93,17 +103,16 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
             "waiting": sum(each.runner.waiting for each in models),
         }
 
-    @router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))
-    async def trace(request_id: str, request: Request) -> dict[str, Any]:
+    async def trace(self, request_id: str, request: Request) -> dict[str, Any]:
         may_see = scope_of(request).caller.may_see
-        known = gateway.traces.find(request_id, may_see)
+        known = self._gateway.traces.find(request_id, may_see)
         if known is None:
             message = (
                 f"this gateway does not know the request {request_id[:128]!r}: ask the one that served it; or it was "
                 f"refused before it began, {KEPT} newer ones have ended since, or another key sent it"
             )
             raise ApiError(404, message, code="unknown_request")
-        return describe(known, gateway.traces.earlier(known, may_see), time.monotonic())
+        return describe(known, self._gateway.traces.earlier(known, may_see), time.monotonic())
 
 
 async def _read_kv_usage(model: ModelFleet) -> None:

@@ -49,19 +49,27 @@ class ScaleRequest(Body):
 
 def add_scaling(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes GET and POST /fleet/scale to a router."""
+    api = ScalingApi(gateway)
+    router.get("/fleet/scale", response_model=None, responses=answers(Scale))(api.state)
+    router.post("/fleet/scale", response_model=None, responses=answers(Scale))(api.scale)
 
-    @router.get("/fleet/scale", response_model=None, responses=answers(Scale))
-    async def state(model: str | None = None) -> dict[str, Any]:
-        scaled = gateway.find(model)
+
+class ScalingApi:
+    """The routes GET and POST /fleet/scale."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def state(self, model: str | None = None) -> dict[str, Any]:
+        scaled = self._gateway.find(model)
         socket = scaled.config.supervisor_socket
         return await ask_supervisor(socket, {}) if socket else _state_of(scaled.fleet)
 
-    @router.post("/fleet/scale", response_model=None, responses=answers(Scale))
-    async def scale(body: ScaleRequest) -> dict[str, Any]:
+    async def scale(self, body: ScaleRequest) -> dict[str, Any]:
         asked = body.model_dump(exclude_none=True, exclude_defaults=True, exclude={"model"})
         if not asked:
             raise InvalidRequestError("say how many workers there should be: prefill, decode, encode", "decode")
-        model = gateway.find(body.model)
+        model = self._gateway.find(body.model)
         socket = model.config.supervisor_socket
         release = asked.pop("release", [])
         numbers = {role: asked[role] for role in ROLES if role in asked}

@@ -11,6 +11,6 @@ store          the responses that are kept
 conversation_store  the conversations that are kept
 conversations  the routes of conversations
 kept           what the routes ask the store, with the API's errors
-background     responses that are computed while nobody waits for them
+runs           responses while they are computed: for a client that waits, and in the background
 routes         the routes
 """

@@ -62,67 +62,76 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
     if store is None:
         _add_refusals(router)
         return
+    api = ConversationsApi(store)
+    router.post(PATH, response_model=None, responses=answers(ConversationBody))(api.create)
+    router.get(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))(api.get)
+    router.post(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))(api.update)
+    router.delete(PATH + "/{conversation_id}", response_model=None, responses=answers(DeletedConversation))(api.delete)
+    router.get(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))(api.list_items)
+    router.post(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))(api.add_items)
+    router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))(api.get_item)
+    router.delete(
+        PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(ConversationBody)
+    )(api.delete_item)
 
-    async def find(conversation_id: str, request: Request) -> Conversation:
-        return found(await store.get(conversation_id, scope_of(request).owner), conversation_id)
 
-    @router.post(PATH, response_model=None, responses=answers(ConversationBody))
-    async def create(request: Request, body: CreateConversation | None = None) -> Json:
+class ConversationsApi:
+    """The routes of conversations."""
+
+    def __init__(self, store: ConversationStore) -> None:
+        self._store = store
+
+    async def _find(self, conversation_id: str, request: Request) -> Conversation:
+        return found(await self._store.get(conversation_id, scope_of(request).owner), conversation_id)
+
+    async def create(self, request: Request, body: CreateConversation | None = None) -> Json:
         body = body or CreateConversation()
         made = Conversation(f"conv_{uuid.uuid4().hex}", scope_of(request).owner, time.time(), body.metadata or {})
         items = await aside(request, stored_items, body.items or [])
-        store.check_room(made, items)
-        await store.add(made, items)
+        self._store.check_room(made, items)
+        await self._store.add(made, items)
         return made.to_api()
 
-    @router.get(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))
-    async def get(conversation_id: str, request: Request) -> Json:
-        return (await find(conversation_id, request)).to_api()
+    async def get(self, conversation_id: str, request: Request) -> Json:
+        return (await self._find(conversation_id, request)).to_api()
 
-    @router.post(PATH + "/{conversation_id}", response_model=None, responses=answers(ConversationBody))
-    async def update(conversation_id: str, body: UpdateConversation, request: Request) -> Json:
-        await find(conversation_id, request)
-        await store.update(conversation_id, scope_of(request).owner, body.metadata or {})
-        return (await find(conversation_id, request)).to_api()
+    async def update(self, conversation_id: str, body: UpdateConversation, request: Request) -> Json:
+        await self._find(conversation_id, request)
+        await self._store.update(conversation_id, scope_of(request).owner, body.metadata or {})
+        return (await self._find(conversation_id, request)).to_api()
 
-    @router.delete(PATH + "/{conversation_id}", response_model=None, responses=answers(DeletedConversation))
-    async def delete(conversation_id: str, request: Request) -> Json:
-        await find(conversation_id, request)
-        await store.delete(conversation_id, scope_of(request).owner)
+    async def delete(self, conversation_id: str, request: Request) -> Json:
+        await self._find(conversation_id, request)
+        await self._store.delete(conversation_id, scope_of(request).owner)
         return {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
 
-    @router.get(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
     async def list_items(
+        self,
         conversation_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> Response:
-        await find(conversation_id, request)
-        items = await store.page(conversation_id, after, limit + 1, order)
+        await self._find(conversation_id, request)
+        items = await self._store.page(conversation_id, after, limit + 1, order)
         return await aside(request, lambda: JSONResponse(_page(items[:limit], len(items) > limit)))
 
-    @router.post(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
-    async def add_items(conversation_id: str, body: AddItems, request: Request) -> Response:
-        await find(conversation_id, request)
+    async def add_items(self, conversation_id: str, body: AddItems, request: Request) -> Response:
+        await self._find(conversation_id, request)
         items = await aside(request, stored_items, body.items)
-        await store.append(conversation_id, scope_of(request).owner, items)
+        await self._store.append(conversation_id, scope_of(request).owner, items)
         return await aside(request, lambda: JSONResponse(_page(items, has_more=False)))
 
-    @router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))
-    async def get_item(conversation_id: str, item_id: str, request: Request) -> Response:
-        await find(conversation_id, request)
-        if (item := await store.item(conversation_id, item_id)) is None:
+    async def get_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
+        await self._find(conversation_id, request)
+        if (item := await self._store.item(conversation_id, item_id)) is None:
             raise _no_item(item_id)
         return await aside(request, JSONResponse, item)
 
-    @router.delete(
-        PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(ConversationBody)
-    )
-    async def delete_item(conversation_id: str, item_id: str, request: Request) -> Json:
-        conversation = await find(conversation_id, request)
-        if not await store.delete_item(conversation_id, item_id):
+    async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Json:
+        conversation = await self._find(conversation_id, request)
+        if not await self._store.delete_item(conversation_id, item_id):
             raise _no_item(item_id)
         return conversation.to_api()
 

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.api.responses.background import RESTARTED
 from paceline.services.gateway.api.responses.builder import id_key, response_of_item
 from paceline.services.gateway.api.responses.conversation_store import ConversationStore
 from paceline.services.gateway.api.responses.conversations import found
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem, read_items
+from paceline.services.gateway.api.responses.runs import RESTARTED
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
 from paceline.services.gateway.api.responses.store import Record, ResponseStore
 from paceline.services.gateway.http.errors import ApiError

@@ -49,10 +49,29 @@ def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
 
 def add_render_api(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes that render requests and derender answers to a router."""
+    api = RenderApi(gateway)
+    router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))(
+        api.render_completion
+    )
+    router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))(api.render_chat)
+    router.post(
+        "/v1/completions/derender",
+        response_model=None,
+        responses=answers(DerenderedCompletion | DerenderedCompletionEvent),
+    )(api.completion)
+    router.post(
+        "/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat | DerenderedChatEvent)
+    )(api.chat)
 
-    @router.post("/v1/completions/render", response_model=None, responses=answers(list[RenderedRequest]))
-    async def render_completion(body: CompletionRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+
+class RenderApi:
+    """The routes that render requests and derender answers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def render_completion(self, body: CompletionRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         if body.max_tokens == 0:
             raise ApiError(400, "max_tokens must be at least 1 in a request that is rendered", param="max_tokens")
@@ -60,22 +79,16 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
         plan = await model.constrained(plan, scope_of(request).owner)
         return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)))
 
-    @router.post("/v1/chat/completions/render", response_model=None, responses=answers(RenderedRequest))
-    async def render_chat(body: ChatRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def render_chat(self, body: ChatRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         check_no_media(body, model)
         plan = await model.plan(request, lambda served: plan_chat(body, served))
         plan = await model.constrained(plan, scope_of(request).owner)
         return await aside(request, lambda: JSONResponse(render(body, plan, request_id, model.name)[0]))
 
-    @router.post(
-        "/v1/completions/derender",
-        response_model=None,
-        responses=answers(DerenderedCompletion | DerenderedCompletionEvent),
-    )
-    async def completion(body: DerenderCompletion, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def completion(self, body: DerenderCompletion, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         await aside(request, body.check, model.tokenizer.vocab_size, model.fleet.max_model_len())
         plan = None
         if (completion_request := body.completion_request) is not None:
@@ -85,11 +98,8 @@ def add_render_api(router: APIRouter, gateway: Gateway) -> None:
             return await aside(request, lambda: JSONResponse(derender_completion_event(body, *about)))
         return await aside(request, lambda: JSONResponse(derender_completion(body, *about)))
 
-    @router.post(
-        "/v1/chat/completions/derender", response_model=None, responses=answers(DerenderedChat | DerenderedChatEvent)
-    )
-    async def chat(body: DerenderChat, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def chat(self, body: DerenderChat, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         await aside(request, body.check, model.tokenizer.vocab_size, model.fleet.max_model_len())
         plan = None
         if (chat_request := body.chat_request) is not None:

@@ -32,10 +32,23 @@ _INVOKED: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
 
 def add_token_api(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes POST /inference/v1/generate, /invocations and /abort_requests to a router."""
+    api = TokensApi(router, gateway)
+    router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))(
+        api.generate
+    )
+    router.post("/invocations", response_class=Response)(api.invoke)
+    router.post("/abort_requests", response_class=Response)(api.abort)
 
-    @router.post("/inference/v1/generate", response_model=None, responses=answers(GeneratedTokens, chunk=TokensChunk))
-    async def generate(body: TokensRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+
+class TokensApi:
+    """The routes POST /inference/v1/generate, /invocations and /abort_requests."""
+
+    def __init__(self, router: APIRouter, gateway: Gateway) -> None:
+        self._router = router
+        self._gateway = gateway
+
+    async def generate(self, body: TokensRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         request_id = choose_id(body.request_id, request)
         plan = await model.plan(request, lambda served: plan_tokens(body, served))
         with in_sampling_params():
@@ -43,17 +56,15 @@ def add_token_api(router: APIRouter, gateway: Gateway) -> None:
         tokens_format = TokensFormat(body, plan, request_id, model.name, model.tokenizer)
         return await respond(model, body, plan, tokens_format, request)
 
-    @router.post("/invocations", response_class=Response)
-    async def invoke(request: Request) -> Response:
+    async def invoke(self, request: Request) -> Response:
         """Answer as the route does that takes such a body, as Amazon SageMaker asks all models at one path."""
         body = await request.body()
-        return OtherRoute(router, await aside(request, _route_of, body), body)
+        return OtherRoute(self._router, await aside(request, _route_of, body), body)
 
-    @router.post("/abort_requests", response_class=Response)
-    async def abort(body: AbortRequest, request: Request) -> Response:
+    async def abort(self, body: AbortRequest, request: Request) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
         for request_id in body.request_ids:
-            gateway.requests.abort(request_id, scope_of(request).caller.may_see)
+            self._gateway.requests.abort(request_id, scope_of(request).caller.may_see)
         return Response()
 
 

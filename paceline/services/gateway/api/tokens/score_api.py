@@ -150,11 +150,23 @@ class LabelsRequest(NamedRequest):
 
 def add_score_api(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes that score and rerank to a router."""
+    api = ScoreApi(gateway)
+    router.post("/v1/score", response_model=None, responses=answers(Scores))(api.score)
+    router.post("/score", response_model=None, responses=answers(Scores))(api.score)
+    router.post("/v2/rerank", response_model=None, responses=answers(Ranking))(api.rerank)
+    router.post("/v1/rerank", response_model=None, responses=answers(Ranking))(api.rerank)
+    router.post("/rerank", response_model=None, responses=answers(Ranking))(api.rerank)
+    router.post("/generative_scoring", response_model=None, responses=answers(LabelScores))(api.score_labels)
 
-    @router.post("/score", response_model=None, responses=answers(Scores))
-    @router.post("/v1/score", response_model=None, responses=answers(Scores))
-    async def score(body: ScoreRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+
+class ScoreApi:
+    """The routes that score and rerank."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def score(self, body: ScoreRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
 
         def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
             entries = [
@@ -165,11 +177,8 @@ def add_score_api(router: APIRouter, gateway: Gateway) -> None:
 
         return await _respond(model, body, body.pairs(), request, answer)
 
-    @router.post("/rerank", response_model=None, responses=answers(Ranking))
-    @router.post("/v1/rerank", response_model=None, responses=answers(Ranking))
-    @router.post("/v2/rerank", response_model=None, responses=answers(Ranking))
-    async def rerank(body: RerankRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def rerank(self, body: RerankRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         pairs = body.pairs()
 
         def answer(margins: Sequence[float], usage: Json, response_id: str) -> Json:
@@ -184,9 +193,8 @@ def add_score_api(router: APIRouter, gateway: Gateway) -> None:
 
         return await _respond(model, body, pairs, request, answer)
 
-    @router.post("/generative_scoring", response_model=None, responses=answers(LabelScores))
-    async def score_labels(body: LabelsRequest, request: Request) -> Response:
-        model = gateway.pick(body.model)
+    async def score_labels(self, body: LabelsRequest, request: Request) -> Response:
+        model = self._gateway.pick(body.model)
         response_id = choose_id(body.request_id, request)
         labels = list(dict.fromkeys(body.label_token_ids))
 

@@ -265,9 +265,9 @@ async def test_after_a_restart_responses_are_there_and_those_that_ran_have_faile
 async def test_a_gateway_that_was_killed_leaves_failed_responses(
     start_agents: StartAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.services.gateway.api.responses import background
+    from paceline.services.gateway.api.responses import runs
 
-    monkeypatch.setattr(background, "LEASE_SECONDS", -1.0)  # as if it had not said for long that it lives
+    monkeypatch.setattr(runs, "LEASE_SECONDS", -1.0)  # as if it had not said for long that it lives
     agents = await start_agents()
     agents.pause_decode(2)
     running = await ask(agents, "x", "abcdef", background=True)
@@ -278,9 +278,9 @@ async def test_a_gateway_that_was_killed_leaves_failed_responses(
 async def test_another_gateway_of_the_same_store_can_cancel(
     start_agents: StartAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from paceline.services.gateway.api.responses import background
+    from paceline.services.gateway.api.responses import runs
 
-    monkeypatch.setattr(background, "_KEEP_ALIVE_SECONDS", 0.05)
+    monkeypatch.setattr(runs, "_KEEP_ALIVE_SECONDS", 0.05)
     one, other = await start_agents(), await start_agents()
     one.pause_decode(2)
     running = await ask(one, "x", "abcdef", background=True)

@@ -1,4 +1,4 @@
-"""Responses that this gateway computes while nobody waits for them."""
+"""Responses while this gateway computes them: for a client that waits, and in the background."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import NamedTuple
 
 from paceline.services.common.tasks import end_tasks
+from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.generation import Generation
 from paceline.services.gateway.api.responses.builder import Json, ResponseBuilder, encode
 from paceline.services.gateway.api.responses.store import Record, ResponseStore
+from paceline.services.gateway.api.streaming import event_stream
 from paceline.services.gateway.http.errors import ApiError, to_api_error
 from paceline.services.gateway.store.database import StoreError
 from paceline.services.gateway.store.store import Check
@@ -37,6 +39,54 @@ async def generate(generation: Generation, builder: ResponseBuilder, tell: Calla
             for delta in batch:
                 tell(builder.add(delta))
     tell(builder.end())
+
+
+class ResponseWriter:
+    """The events of a response as a stream; see `StreamWriter`. `response_events` adds the last ones."""
+
+    def __init__(self, builder: ResponseBuilder) -> None:
+        self._builder = builder
+        self._beginning = _encoded(builder.begin())
+
+    def begin(self) -> bytes:
+        return self._beginning
+
+    def write(self, delta: Delta) -> bytes:
+        return _encoded(self._builder.add(delta))
+
+    def end(self) -> bytes:
+        return b""
+
+    def error(self, error: ApiError) -> bytes:
+        return _encoded(self._builder.fail(error))
+
+
+async def response_events(
+    generation: Generation, builder: ResponseBuilder, writer: ResponseWriter, keep: Callable[[Json], Awaitable[None]]
+) -> AsyncGenerator[bytes]:
+    """Yield the events of a response, which is kept before its client sees the end. A caller that stops early must
+    close the generator.
+    """
+    has_begun = False
+    try:
+        async with contextlib.aclosing(event_stream(generation, writer)) as events:
+            async for data in events:
+                if data:
+                    has_begun = True
+                    yield data
+        last = builder.end()
+    except Exception as error:
+        if not has_begun:
+            raise
+        last = builder.fail(to_api_error(error))
+    await keep(last[-1]["response"])
+    yield _encoded(last)
+
+
+async def whole_response(generation: Generation, builder: ResponseBuilder) -> Json:
+    """Run a generation and return its response. Raises errors of the generation."""
+    await generate(generation, builder, lambda events: None)
+    return builder.response
 
 
 class BackgroundRun:
@@ -182,3 +232,7 @@ class BackgroundRuns:
                 wanted = await self._store.keep_alive(self._name, time.time() + LEASE_SECONDS, running)
                 for response_id in running - wanted:
                     await self.cancel(response_id)
+
+
+def _encoded(events: list[Json]) -> bytes:
+    return b"".join(encode(events))
