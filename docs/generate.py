@@ -119,9 +119,10 @@ def _gateway_metrics() -> Iterator[tuple[str, str, str, str]]:
         waiting=0,
         queue=AdmissionQueue(1, 1.0),
         worker_wait=(),
-        starter=SimpleNamespace(),
     )
-    registries = GatewayMetrics().registry, Metrics("model", lambda: (), idle).registry
+    metrics = Metrics("model")
+    metrics.read_from(lambda: (), idle)
+    registries = GatewayMetrics().registry, metrics.registry
     found: list[Metric] = [metric for registry in registries for metric in registry.collect()]
     for metric in found:
         yield metric.name, metric.type, "gateway", metric.documentation

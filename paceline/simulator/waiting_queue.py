@@ -44,8 +44,9 @@ class WaitingQueue:
         refuse: Callable[[Sequence, NoRoomError], object],
         seed: int,
     ) -> None:
-        self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds)
-        self._state.on_refused = lambda turn: events.after(0.0, self._drop, turn)
+        self._state: QueueState[_Turn] = QueueState(
+            max_waiting, queue_seconds, lambda turn: events.after(0.0, self._drop, turn)
+        )
         self._events, self._attempt, self._refuse = events, attempt, refuse
         self._random = random.Random(seed)
         self._is_waking = self._is_polling = False

@@ -49,9 +49,12 @@ class MemberSignatures:
     """Signs the members that one service writes, and checks those that it reads.
 
     Without a secret nothing is signed, and everything is taken.
+
+    Args:
+        count_ignored: called for each value and beat that is not taken.
     """
 
-    def __init__(self, secret: Secret, cluster: str) -> None:
+    def __init__(self, secret: Secret, cluster: str, count_ignored: Callable[[], object] = lambda: None) -> None:
         self._key = secret.key("members in Redis") if secret else b""
         self._cluster = cluster.encode()
         self._stamp = 0
@@ -61,8 +64,7 @@ class MemberSignatures:
         """When names that are not read any more are forgotten next, on time.monotonic()."""
         self._told: set[str] = set()
         """Kinds of trouble of which the log has said what to do."""
-        self.on_ignored: Callable[[], object] = lambda: None
-        """Called for each value and beat that is not taken."""
+        self._count_ignored = count_ignored
 
     def sign(self, name: str, member: bytes) -> tuple[bytes, bytes]:
         """Return the value that Redis is to hold, and the text of the beat.
@@ -123,7 +125,7 @@ class MemberSignatures:
         return True
 
     def _ignore(self, name: str, reason: str) -> bool:
-        self.on_ignored()
+        self._count_ignored()
         if reason not in self._told:
             self._told.add(reason)
             log.warning(

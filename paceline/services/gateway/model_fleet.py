@@ -100,23 +100,30 @@ class ModelFleet:
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
-        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials)
+        self.metrics = Metrics(self.name, shared.classes)
+        shared.metrics.add(self.name, self.metrics.registry)
+        count_ignored = self.metrics.members_ignored.inc
+        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials, count_ignored)
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
-        self.runner = SequenceRunner(config, self.fleet, self._placements, self._prefixes, shared.classes)
-        self.metrics = Metrics(self.name, self.fleet.workers, self.runner, shared.classes)
-        self.fleet.signatures.on_ignored = self.metrics.members_ignored.inc
-        shared.metrics.add(self.name, self.metrics.registry)
-        count_refusal = partial(shared.metrics.count_refusal, self.name)
-        self.runner.queue.on_refused = self.runner.worker_wait.on_refused = count_refusal
+        self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
+        self.runner = SequenceRunner(
+            config,
+            self.fleet,
+            self._placements,
+            self._prefixes,
+            shared.classes,
+            count_refusal=partial(shared.metrics.count_refusal, self.name),
+            announce=self._registrar.announce,
+            observe_search=self.metrics.search.observe,
+        )
+        self.metrics.read_from(self.fleet.workers, self.runner)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), shared.media)
         self.recorder = _recorder(config, shared.credentials.secret, self._prefixes)
         """None if no trace is recorded."""
         about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
-        self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
-        self.runner.worker_wait.on_wait = self._registrar.announce
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -19,8 +20,10 @@ SECRET = Secret("the secret of this cluster")
 MEMBER = Member("d", "decode", 7, "10.0.0.1:7300", "host").to_bytes()
 
 
-def signing(secret: Secret = SECRET, cluster: str = "c") -> MemberSignatures:
-    return MemberSignatures(secret, cluster)
+def signing(
+    secret: Secret = SECRET, cluster: str = "c", count_ignored: Callable[[], object] = lambda: None
+) -> MemberSignatures:
+    return MemberSignatures(secret, cluster, count_ignored)
 
 
 @given(st.text(min_size=1), st.binary(max_size=200))
@@ -141,8 +144,7 @@ def test_names_that_are_gone_are_forgotten(clocks: Clocks) -> None:
 
 def test_what_is_ignored_is_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
     ignored: list[None] = []
-    reader = signing()
-    reader.on_ignored = lambda: ignored.append(None)
+    reader = signing(count_ignored=lambda: ignored.append(None))
     forged, _ = signing(Secret("the secret of another one")).sign("d", MEMBER)
     with caplog.at_level(logging.WARNING):
         for value in (MEMBER, forged, MEMBER, forged):

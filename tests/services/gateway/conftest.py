@@ -52,7 +52,9 @@ async def eventually(condition: Callable[[], bool | Awaitable[bool]]) -> None:
 class Cluster:
     """A gateway's view of the fleet, and the toy workers in it."""
 
-    def __init__(self, redis_url: str, credentials: Credentials) -> None:
+    def __init__(
+        self, redis_url: str, credentials: Credentials, count_ignored: Callable[[], object] = lambda: None
+    ) -> None:
         self.redis = connect(redis_url)
         self.name = uuid.uuid4().hex
         self.fleet = Fleet(
@@ -60,6 +62,7 @@ class Cluster:
             self.name,
             ModelFiles("", {"config.json": "same", "tokenizer.json": "own"}),
             credentials,
+            count_ignored,
         )
         self._redis_url = redis_url
         self._workers: list[ToyWorker] = []

@@ -44,11 +44,19 @@ class Fleet:
     Args:
         model: this gateway's model. Workers with another model are shown, but get no requests.
         credentials: what this gateway shows to the members, and wants to see of them.
+        count_ignored: called for each value and beat in Redis that is not taken.
     """
 
-    def __init__(self, redis: Redis, cluster: str, model: ModelFiles, credentials: Credentials) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        cluster: str,
+        model: ModelFiles,
+        credentials: Credentials,
+        count_ignored: Callable[[], object] = lambda: None,
+    ) -> None:
         self.model = model.digest
-        self.signatures = MemberSignatures(credentials.secret, cluster)
+        self.signatures = MemberSignatures(credentials.secret, cluster, count_ignored)
         """Checks the members in Redis."""
         self._failed_links: Avoided[Link] = Avoided(LINK_SECONDS)
         self._members = Members(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal, TypeAlias, get_args
 
 from paceline.core.errors import BusyError
 
@@ -17,6 +18,8 @@ Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "b
 """Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
 overload: the objective of its class would be missed. timeout: --queue-seconds. deadline: its client's own. background:
 no worker is idle. limit: a limit of its key."""
+CountRefusal: TypeAlias = Callable[[str, Reason], object]
+"""A function that counts a refused request, by its class and the reason."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
 from paceline.services.gateway.queueing.claim import ORDINARY, QueueClaim
 from paceline.services.gateway.queueing.fair_order import next_ticket
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
@@ -59,15 +59,18 @@ class AdmissionQueue:
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
         queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
             no limit here.
+        count_refusal: called with the class of a request that is refused, and the reason.
     """
 
-    def __init__(self, max_waiting: int, queue_seconds: float) -> None:
-        self.on_wait: Callable[[], object] = lambda: None
-        """Called when a request begins to wait."""
-        self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
-        """Called with the class of a request that is refused, and the reason."""
-        self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds)
-        self._state.on_refused = lambda turn: turn.may_ask.set()
+    def __init__(
+        self,
+        max_waiting: int,
+        queue_seconds: float,
+        count_refusal: CountRefusal = lambda request_class, reason: None,
+    ) -> None:
+        self._count_refusal = count_refusal
+        self._listeners: list[Callable[[], object]] = []
+        self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds, lambda turn: turn.may_ask.set())
         self._turn_of_patient = asyncio.Lock()
         self._poll: asyncio.TimerHandle | None = None
         """Wakes the head of the queue if everything that waits is held back."""
@@ -85,6 +88,10 @@ class AdmissionQueue:
     def deferred(self) -> int:
         """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
         return self._waiting - len(self._state)
+
+    def call_on_wait(self, listener: Callable[[], object]) -> None:
+        """Call a function each time that a request begins to wait."""
+        self._listeners.append(listener)
 
     def count(self, fits: Callable[[QueueClaim], bool]) -> int:
         """Return the number of requests in the queue for which `fits` is true."""
@@ -117,7 +124,8 @@ class AdmissionQueue:
         if claim.is_ordinary:
             self._let_in(turn)
         self._waiting += 1
-        self.on_wait()
+        for listener in self._listeners:
+            listener()
         try:
             async with self._turn_of_patient if claim.patient else contextlib.nullcontext():
                 if claim.patient:
@@ -156,7 +164,7 @@ class AdmissionQueue:
             raise self._counted(turn.claim, refusal) from None
 
     def _counted(self, claim: QueueClaim, refusal: NoRoomError) -> NoRoomError:
-        self.on_refused(claim.request_class, refusal.reason)
+        self._count_refusal(claim.request_class, refusal.reason)
         return refusal
 
     async def _stand(self, turn: _Turn, attempt: Attempt[T]) -> T:

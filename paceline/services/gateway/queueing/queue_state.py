@@ -61,12 +61,12 @@ class QueueState(Generic[T]):
         max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
         queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
             no limit here.
+        on_refused: called with an entry of the queue whose `refusal` was set. It still has to leave.
     """
 
-    def __init__(self, max_waiting: int, queue_seconds: float) -> None:
+    def __init__(self, max_waiting: int, queue_seconds: float, on_refused: Callable[[T], object]) -> None:
         self.shedder = LoadShedder(queue_seconds)
-        self.on_refused: Callable[[T], object] = lambda turn: None
-        """Called with an entry of the queue whose `refusal` was set. It still has to leave."""
+        self._on_refused = on_refused
         self._max_waiting = max_waiting
         self._order: FairOrder[T] = FairOrder()
         self._again: list[T] = []
@@ -172,4 +172,4 @@ class QueueState(Generic[T]):
 
     def _refuse(self, turn: T, reason: Reason, now: float) -> None:
         turn.refusal = self.refusal(turn, reason, now)
-        self.on_refused(turn)
+        self._on_refused(turn)

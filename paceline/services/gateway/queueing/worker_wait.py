@@ -11,7 +11,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.request_classes import DEFAULT
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import LeavingError
-from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
 
 
 class WorkerWait:
@@ -27,18 +27,25 @@ class WorkerWait:
     Args:
         max_waiting: most ordinary requests that wait here.
         queue_seconds: the longest wait of an ordinary request, unless a planner starts a worker for it.
+        count_refusal: called with the class of a request that is refused because too many wait, and the reason.
+        announce: called when the first request begins to wait.
     """
 
-    def __init__(self, fleet: Fleet, max_waiting: int, queue_seconds: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        max_waiting: int,
+        queue_seconds: float,
+        count_refusal: CountRefusal = lambda request_class, reason: None,
+        announce: Callable[[], object] = lambda: None,
+    ) -> None:
         self._fleet = fleet
         self._max_waiting = max_waiting
         self._queue_seconds = queue_seconds
         self._waiting = self._ordinary = 0
         self._aborted = False
-        self.on_wait: Callable[[], object] = lambda: None
-        """Called when the first request begins to wait."""
-        self.on_refused: Callable[[str, Reason], object] = lambda request_class, reason: None
-        """Called with the class of a request that is refused because too many wait, and the reason."""
+        self._count_refusal = count_refusal
+        self._announce = announce
 
     def __len__(self) -> int:
         """Return the number of requests that wait here."""
@@ -73,7 +80,7 @@ class WorkerWait:
         if self._fleet.has_worker(decodes):
             return waited
         if is_ordinary and self._ordinary >= self._max_waiting:
-            self.on_refused(request_class, "queue_full")
+            self._count_refusal(request_class, "queue_full")
             message = "no worker is ready and as many requests as may wait for one do so; try again later"
             raise NoRoomError(message, "queue_full")
         begun = time.monotonic()
@@ -81,7 +88,7 @@ class WorkerWait:
         self._waiting += 1
         self._ordinary += is_ordinary
         if self._waiting == 1:
-            self.on_wait()
+            self._announce()
         try:
             while not self._fleet.has_worker(decodes):
                 if self._aborted:

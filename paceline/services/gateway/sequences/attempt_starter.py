@@ -34,6 +34,7 @@ class AttemptStarter:
         control: says which workers take no more requests for now.
         patience: says whether a sequence may go on, and records its failures.
         attempts: gets each attempt before its workers are asked.
+        observe_search: called after each search for workers with its CPU time in seconds.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class AttemptStarter:
         control: AdmissionControl,
         patience: Patience,
         attempts: RunningAttempts,
+        observe_search: Callable[[float], object],
     ) -> None:
         self._config = config
         self._fleet = fleet
@@ -54,8 +56,7 @@ class AttemptStarter:
         self._homes = Homes()
         self._turns = itertools.count()
         self.encodings = EncodingIndex(prefixes)
-        self.on_placed: Callable[[float], object] = lambda seconds: None
-        """Called after a placement with the CPU time of the search for it, in seconds."""
+        self._observe_search = observe_search
 
     async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | Held | None:
         """Return an attempt that workers have admitted; None if all workers are full or gone; HELD if workers that have
@@ -82,7 +83,7 @@ class AttemptStarter:
             snapshot = self._fleet.snapshot()
             need = self._need(sequence, record, cached, refused | full)
             placement = self._place(sequence, need, snapshot)
-            self.on_placed(time.thread_time() - begun)
+            self._observe_search(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
             if placement is not None and self._is_premature(sequence, need, placement, snapshot, waited):
                 placement, held = None, PREMATURE

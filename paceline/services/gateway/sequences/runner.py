@@ -22,7 +22,7 @@ from paceline.core.errors import BusyError
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
-from paceline.services.gateway.http.refusals import NoRoomError
+from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from paceline.services.gateway.routing.placements import PlacementLog
@@ -46,7 +46,13 @@ log = logging.getLogger(__name__)
 
 
 class SequenceRunner:
-    """A runner of sequences on a fleet."""
+    """A runner of sequences on a fleet.
+
+    Args:
+        count_refusal: called with the class of a request that is refused, and the reason.
+        announce: called when the first request begins to wait because no worker is ready.
+        observe_search: called after each search for workers with its CPU time in seconds.
+    """
 
     def __init__(
         self,
@@ -55,22 +61,29 @@ class SequenceRunner:
         placements: PlacementLog,
         prefixes: PrefixIndex,
         classes: Classes = NO_CLASSES,
+        *,
+        count_refusal: CountRefusal = lambda request_class, reason: None,
+        announce: Callable[[], object] = lambda: None,
+        observe_search: Callable[[float], object] = lambda seconds: None,
     ) -> None:
-        self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds)
+        self._count_refusal = count_refusal
+        self.queue = AdmissionQueue(config.max_waiting, config.queue_seconds, count_refusal)
         self._load = LoadControl(self.queue.shedder, fleet, config.queue_seconds, classes)
         self._config = config
         self._fleet = fleet
         self._placements = placements
         self.hints = HintSender(fleet.host)
         self.traffic = TrafficBook()
-        self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds)
+        self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds, count_refusal, announce)
         self.sequences = InUse()
         """Sequences that wait or run."""
         self._background = 0
         """Number of sequences of the background among these."""
         self._attempts = RunningAttempts()
         self._patience = Patience(config, fleet, self.sequences)
-        self.starter = AttemptStarter(config, fleet, prefixes, self._load.control, self._patience, self._attempts)
+        self.starter = AttemptStarter(
+            config, fleet, prefixes, self._load.control, self._patience, self._attempts, observe_search
+        )
         fleet.on_refresh = self._follow_fleet
 
     @property
@@ -151,7 +164,7 @@ class SequenceRunner:
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
             )
-            self.queue.on_refused(sequence.request_class, "timeout")
+            self._count_refusal(sequence.request_class, "timeout")
             raise NoRoomError(message, "timeout")
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 

@@ -18,7 +18,6 @@ from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.claim import QueueClaim
 from paceline.services.gateway.sequences.repetition import REPETITION
 from paceline.services.gateway.sequences.runner import SequenceRunner
@@ -42,17 +41,13 @@ _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 class Metrics:
     """The metrics of one model at one gateway, in a registry of their own.
 
+    Counters and histograms are told what happens. Gauges read the fleet and the runner; see `read_from`.
+
     Args:
         classes: names of the classes of requests.
     """
 
-    def __init__(
-        self,
-        model: str,
-        workers: Callable[[], Iterable[RemoteWorker]],
-        runner: SequenceRunner,
-        classes: Iterable[str] = NO_CLASSES,
-    ) -> None:
+    def __init__(self, model: str, classes: Iterable[str] = NO_CLASSES) -> None:
         self.registry = CollectorRegistry()
         self.history = ConsoleHistory()
         """The last hour, for the console."""
@@ -71,20 +66,24 @@ class Metrics:
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
 
-        running = gauge("num_requests_running", "Sequences that are being generated")
-        running.set_function(lambda: runner.running)
-        gauge("num_requests_waiting", "Sequences that wait for a worker").set_function(lambda: runner.waiting)
+        def gauges(name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
+            """Return a gauge for each value of a label."""
+            made = Gauge(f"paceline:{name}", help, ["model_name", label], registry=self.registry)
+            return {value: made.labels(model, value) for value in values}
+
+        self._running = gauge("num_requests_running", "Sequences that are being generated")
+        self._waiting = gauge("num_requests_waiting", "Sequences that wait for a worker")
         help = (
             "Waiting sequences. capacity: no worker has room. no_worker: no worker is ready. deferred: they wait "
             "for other sequences of their request"
         )
-        by_reason = Gauge(
-            "paceline:num_requests_waiting_by_reason", help, ["model_name", "reason"], registry=self.registry
+        self._by_reason = gauges(
+            "num_requests_waiting_by_reason", help, "reason", ("capacity", "deferred", "no_worker")
         )
-        by_reason.labels(model, "capacity").set_function(lambda: len(runner.queue) - runner.queue.deferred)
-        by_reason.labels(model, "deferred").set_function(lambda: runner.queue.deferred)
-        by_reason.labels(model, "no_worker").set_function(lambda: len(runner.worker_wait))
-        add_queue_metrics(self.registry, model, runner.queue, classes)
+        help = "Sequences in the queue; urgent: their priority is below 0, late: it is above 0"
+        self._by_priority = gauges("num_requests_waiting_by_priority", help, "priority", ("urgent", "usual", "late"))
+        help = "Sequences in the queue, by their class"
+        self._by_class = gauges("num_requests_waiting_by_class", help, "request_class", classes)
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache").labels(
             model
         )
@@ -125,9 +124,23 @@ class Metrics:
         self._handoff_time = seconds("request_handoff_time", help, _SHORT)
         self._handoff = seconds("handoff", "From the prefill worker's token to the decode worker's first", _SHORT)
         help = "CPU time of a search for the workers of an attempt"
-        runner.starter.on_placed = seconds("placement_cpu", help, _PLACING).observe
-        self._fleet = _FleetCollector(model, workers)
-        self.registry.register(self._fleet)
+        self.search = seconds("placement_cpu", help, _PLACING)
+        self._kv_usage: dict[str, float] = {}
+
+    def read_from(self, workers: Callable[[], Iterable[RemoteWorker]], runner: SequenceRunner) -> None:
+        """Read the gauges from the workers of the fleet and from a runner."""
+        queue = runner.queue
+        self._running.set_function(lambda: runner.running)
+        self._waiting.set_function(lambda: runner.waiting)
+        self._by_reason["capacity"].set_function(lambda: len(queue) - queue.deferred)
+        self._by_reason["deferred"].set_function(lambda: queue.deferred)
+        self._by_reason["no_worker"].set_function(lambda: len(runner.worker_wait))
+        self._by_priority["urgent"].set_function(lambda: queue.count(lambda claim: claim.priority < 0))
+        self._by_priority["usual"].set_function(lambda: queue.count(lambda claim: claim.priority == 0))
+        self._by_priority["late"].set_function(lambda: queue.count(lambda claim: claim.priority > 0))
+        for name, gauge in self._by_class.items():
+            gauge.set_function(partial(queue.count, partial(_has_class, name)))
+        self.registry.register(_FleetCollector(self._model, workers, self._kv_usage))
 
     def observe_params(self, plan: Plan) -> None:
         """Count the parameters of a request that is about to run."""
@@ -182,7 +195,8 @@ class Metrics:
 
     def set_kv_usage(self, kv_usage: Mapping[str, float]) -> None:
         """Set the shares of KV blocks that are in use now, by host. Reported ones can be a second old."""
-        self._fleet.kv_usage = kv_usage
+        self._kv_usage.clear()
+        self._kv_usage.update(kv_usage)
 
 
 def token_gaps(times: Sequence[float], counts: Sequence[int], tokens: int) -> Iterator[float]:
@@ -207,13 +221,18 @@ def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
 
 
 class _FleetCollector(Collector):
-    """The metrics that each member sent with its last heartbeat, labelled with the member's id and role."""
+    """The metrics that each member sent with its last heartbeat, labelled with the member's id and role.
 
-    def __init__(self, model: str, workers: Callable[[], Iterable[RemoteWorker]]) -> None:
+    Args:
+        kv_usage: newer shares of KV blocks that are in use, by host; see `Metrics.set_kv_usage`.
+    """
+
+    def __init__(
+        self, model: str, workers: Callable[[], Iterable[RemoteWorker]], kv_usage: Mapping[str, float]
+    ) -> None:
         self._model = model
         self._workers = workers
-        self.kv_usage: Mapping[str, float] = {}
-        """See `Metrics.set_kv_usage`."""
+        self._kv_usage = kv_usage
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
@@ -247,28 +266,8 @@ class _FleetCollector(Collector):
         for sample in family.samples:
             value = sample.value
             if family.name == KV_USAGE.name:
-                value = self.kv_usage.get(identity["worker"], value)
+                value = self._kv_usage.get(identity["worker"], value)
             families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), value)
-
-
-def add_queue_metrics(registry: CollectorRegistry, model: str, queue: AdmissionQueue, classes: Iterable[str]) -> None:
-    """Add the metrics of one queue to a registry.
-
-    Args:
-        classes: names of the classes of requests.
-    """
-
-    def gauge(name: str, help: str, label: str) -> Gauge:
-        return Gauge(f"paceline:{name}", help, ["model_name", label], registry=registry)
-
-    help = "Sequences in the queue; urgent: their priority is below 0, late: it is above 0"
-    by_priority = gauge("num_requests_waiting_by_priority", help, "priority")
-    by_priority.labels(model, "urgent").set_function(lambda: queue.count(lambda claim: claim.priority < 0))
-    by_priority.labels(model, "usual").set_function(lambda: queue.count(lambda claim: claim.priority == 0))
-    by_priority.labels(model, "late").set_function(lambda: queue.count(lambda claim: claim.priority > 0))
-    by_class = gauge("num_requests_waiting_by_class", "Sequences in the queue, by their class", "request_class")
-    for name in classes:
-        by_class.labels(model, name).set_function(partial(queue.count, partial(_has_class, name)))
 
 
 def _has_class(name: str, claim: QueueClaim) -> bool:

@@ -249,9 +249,8 @@ async def write_as_attacker(cluster: Cluster, name: str, value: bytes, beat: byt
 async def test_who_writes_to_redis_gets_neither_the_secret_nor_work(
     redis_server: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster, eavesdropper = Cluster(redis_server, OURS), Eavesdropper()
-    address, ignored = await eavesdropper.start(), Counter("ignored", "", registry=None)
-    cluster.fleet.signatures.on_ignored = ignored.inc
+    ignored, eavesdropper = Counter("ignored", "", registry=None), Eavesdropper()
+    cluster, address = Cluster(redis_server, OURS, ignored.inc), await eavesdropper.start()
     await cluster.fleet.start()
     await cluster.add(credentials=OURS)
     signed = await cluster.redis.get(member_key(cluster.name, "d"))

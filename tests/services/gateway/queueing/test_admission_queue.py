@@ -261,9 +261,8 @@ async def test_a_key_that_floods_the_queue_delays_only_itself() -> None:
 
 
 async def test_a_full_line_of_one_key_makes_place_for_another() -> None:
-    line, room = AdmissionQueue(2, 60), Room()
     refused: list[tuple[str, str]] = []
-    line.on_refused = lambda request_class, reason: refused.append((request_class, reason))
+    line, room = AdmissionQueue(2, 60, lambda *refusal: refused.append(refusal)), Room()
     first, second = await queue_up(line, room, "a1", "a2", owner="a", request_class="flood")
     other = asyncio.create_task(line.admit(room.ask("b"), QueueClaim(owner="b")))
     with pytest.raises(NoRoomError, match="queue is full") as caught:
@@ -330,7 +329,7 @@ class Feed:
 async def test_a_short_prompt_passes_those_that_are_held_back() -> None:
     line, feed = AdmissionQueue(10, 60), Feed()
     waits: list[None] = []
-    line.on_wait = lambda: waits.append(None)
+    line.call_on_wait(lambda: waits.append(None))
     held = [feed.send(line, tokens) for tokens in (1600, 1700)]
     while len(line) < 2:
         await asyncio.sleep(0)

@@ -86,8 +86,8 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
     planner = ToyPlanner("decode")
     await planner.start(cluster._redis_url, cluster.name)
     await eventually(lambda: cluster.fleet.may_be_empty)
-    place, told = WorkerWait(cluster.fleet, max_waiting=1, queue_seconds=0.0), asyncio.Event()
-    place.on_wait = told.set
+    told = asyncio.Event()
+    place = WorkerWait(cluster.fleet, max_waiting=1, queue_seconds=0.0, announce=told.set)
     first = asyncio.create_task(place.until_ready(time.monotonic() + PATIENCE))
     await told.wait()
     with pytest.raises(BusyError, match="no worker is ready"):
@@ -99,8 +99,8 @@ async def test_a_bounded_number_of_requests_waits(cluster: Cluster) -> None:
 
 
 async def test_requests_that_are_served_already_take_no_place_of_others(cluster: Cluster) -> None:
-    place, refused = WorkerWait(cluster.fleet, max_waiting=1, queue_seconds=60.0), []
-    place.on_refused = lambda request_class, reason: refused.append((request_class, reason))
+    refused: list[tuple[str, str]] = []
+    place = WorkerWait(cluster.fleet, 1, 60.0, count_refusal=lambda *refusal: refused.append(refusal))
     late = time.monotonic() + PATIENCE
     served = [asyncio.create_task(place.until_ready(late, is_ordinary=False)) for _ in range(3)]
     await eventually(lambda: len(place) == 3)

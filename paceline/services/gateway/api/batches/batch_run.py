@@ -25,8 +25,7 @@ from paceline.services.gateway.api.batches.lines import (
     read_line,
     split_lines,
 )
-from paceline.services.gateway.api.batches.pressure import LineGate
-from paceline.services.gateway.api.batches.refusals import RefusedLines
+from paceline.services.gateway.api.batches.pressure import LineGate, RefusedLines
 from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.reading import SMALL_BYTES
 

@@ -62,7 +62,7 @@ class BatchRunner:
 
     def start(self) -> None:
         for name, model in self._gateway.models.items():
-            model.runner.queue.on_wait = self._gates[name].open
+            model.runner.queue.call_on_wait(self._gates[name].open)
         self._keeping = [asyncio.create_task(self._look_for_batches()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:

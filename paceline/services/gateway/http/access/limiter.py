@@ -14,7 +14,7 @@ from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.meter import Meter
 from paceline.services.gateway.http.access.minute_limit import MINUTE, MinuteLimit, Part
 from paceline.services.gateway.http.access.shares import Use, parts_of
-from paceline.services.gateway.http.refusals import Reason
+from paceline.services.gateway.http.refusals import CountRefusal
 
 NEGLIGIBLE = 0.01
 """Requests per minute that count as none."""
@@ -45,7 +45,7 @@ class Limiter:
         self,
         book: AccessBook,
         gateways: Callable[[], Gateways],
-        count_refusal: Callable[[str, Reason], object],
+        count_refusal: CountRefusal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._book = book
