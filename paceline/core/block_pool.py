@@ -1,4 +1,4 @@
-"""The slots of a memory for KV blocks: which are free, referenced or cached, and which content a cached slot has."""
+"""The slots of a memory for KV blocks. Each slot is free, referenced or cached, and a cached slot has named content."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class BlockPool:
         return self._policy.blocks()
 
     def find(self, group: int, digest: bytes) -> int | None:
-        """Return the slot of the reusable block with this name, or None."""
+        """Return the slot of the reusable block with this name; None if there is none."""
         return self._index[group].get(digest)
 
     def name(self, slot: int) -> Name | None:

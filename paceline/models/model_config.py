@@ -24,7 +24,7 @@ class Rope:
     that is rotated as a whole."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """For kind "llama3" only, as is `high_freq_factor`."""
+    """Factor of low frequencies, for kind "llama3" only; so is `high_freq_factor`."""
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     """Longest context that the model was first trained on, for the kinds "llama3" and "yarn"."""

@@ -53,7 +53,7 @@ class RunClock:
         return max(1, run.ratios.steps_within(passed, run.index, run.steps, run.first, run.growth))
 
     def stop(self) -> None:
-        """Forget the run."""
+        """Drop the current run. Its event, which is still scheduled, then does nothing."""
         self._version += 1
         self.run, self._is_paused = None, False
 

@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md and docs/autoscaling.md tell people to type exists, as far as this can be known without a cluster."""
+"""What the guides to Kubernetes tell people to type exists, as far as this can be known without a cluster."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The room of one decode worker."""
+    """Capacity of one decode worker: sequences that it can run, and its KV memory."""
 
     max_seqs: float
     kv_tokens: float

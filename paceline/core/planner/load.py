@@ -62,9 +62,9 @@ class Series:
     trend: float = 0.0
     values: int = 0
     made: tuple[float, ...] = ()
-    """Forecasts whose intervals have not come yet, oldest first."""
+    """Forecasts of intervals that have not come yet, oldest first."""
     errors: tuple[float, ...] = ()
-    """Newest differences between values and what was forecast for them."""
+    """Newest differences between measured values and their forecasts."""
 
     def add(self, value: float, ahead: int) -> Series:
         """Return this with the value of one more interval, and a forecast for `ahead` intervals later."""

@@ -9,7 +9,8 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 
 class Flights(Generic[Caller]):
-    """Callers that lack links of their contexts' chains. A caller brings its links or waits for another that does."""
+    """Callers that lack blocks of their contexts on this host. A caller fetches its blocks, or waits for another caller
+    that fetches the first of them."""
 
     def __init__(self) -> None:
         self._flying: dict[Caller, frozenset[bytes]] = {}

@@ -51,7 +51,7 @@ class HostOptions:
     lease_seconds: float
     """Time in seconds after which a lease ends if it is not renewed."""
     credentials: Credentials
-    """What this service shows to services of other hosts, and wants to see of them."""
+    """Credentials that this service shows to services of other hosts, and demands of them."""
     enough_tokens: int = 0
     """Tokens for which the arena has blocks, or one longest context if this is more; 0 uses all of kv_memory_bytes."""
     disk: DiskOptions | None = None

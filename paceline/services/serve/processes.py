@@ -1,4 +1,4 @@
-"""Start, restart and stop of the processes of a stack."""
+"""Starts, restarts and stops the processes of a stack."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Processes:
         return supervision
 
     async def start(self, process: ManagedProcess, on_broken: OnBroken) -> ManagedProcess:
-        """Start a process, and again whenever it ends, until `stop`."""
+        """Start a process, and start it again whenever it ends, until `stop` is called."""
         await process.start()
         self._supervisions[process] = self.supervise(process, on_broken)
         return process
