@@ -199,7 +199,8 @@ class BlockPool:
             self._note(BlockEvent("stored", group, digest))
 
     def forget(self) -> list[int]:
-        """Free all cached blocks and return their slots. Blocks that requests use stay, and are cached after them."""
+        """Free all cached blocks and return their slots. Blocks that requests use stay, and are cached after these
+        requests have ended."""
         names = [block.name for block in self._policy.blocks() if block.evictable]
         for name in names:
             self._policy.remove(name)

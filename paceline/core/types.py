@@ -34,7 +34,8 @@ class ConstraintKind(enum.Enum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII. The whole output matches."""
+    """A regular expression in Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII. The whole
+    output matches."""
     CHOICE = "choice"
     """A JSON list of texts. The output is one of them."""
     GRAMMAR = "grammar"

@@ -16,7 +16,7 @@ class PlannedFailure:
     """A share of all workers ends at once, without a drain."""
 
     at: float
-    """Seconds since the begin."""
+    """Instant of the failure, in seconds since the start of the simulation."""
     share: float
     """Share of the workers that fail, from 0 to 1."""
 

@@ -38,7 +38,7 @@ class RoleMemory:
     relapses: int = 0
     """Number of times that the role had to grow again after it had shrunk, under the same load."""
     short_since: float | None = None
-    """Since when fewer workers are ready than wanted."""
+    """Instant since which fewer workers are ready than wanted."""
     targets: tuple[tuple[float, int], ...] = ()
     """Instants and targets of recent reports. Workers drain only down to the largest of them."""
     floor: int = 0

@@ -94,7 +94,7 @@ class Member:
     traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
     """Set by gateways only."""
     work: WorkReport = dataclasses.field(default_factory=WorkReport)
-    """Set by prefill, decode and encode workers only."""
+    """Steps and requests of a worker for the planner; set by prefill, decode and encode workers only."""
     plan: PlanReport = dataclasses.field(default_factory=PlanReport)
     """The planner's newest decisions; set by planners only."""
     numerics: Numerics | None = None

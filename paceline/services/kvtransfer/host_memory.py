@@ -58,7 +58,8 @@ class HostOptions:
     """Options of the disk tier below the arena; None if there is none."""
     make_transports: MakeTransports = lambda memory: ()
     cache_policy: Callable[[int], CachePolicy] = LRU
-    """Makes the policy that chooses the blocks to evict, given the number of slots. For the arena and the disk tier."""
+    """Function that takes a number of slots and returns the policy that chooses the blocks to evict, for the arena and
+    the disk tier."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """The ledger's clock in monotonic seconds. By default it counts the seconds in which this process ran."""
 

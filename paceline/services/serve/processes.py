@@ -72,10 +72,10 @@ class Processes:
         return ManagedProcess(launch, _wait_ready, warn)
 
     def worker(self, worker: ServedWorker, *arguments: str, label: str = "", has_gpu: bool = False) -> ManagedProcess:
-        """Make the process of a worker, which starts in the role that the worker has then.
+        """Make the process of a worker. At each start, the process gets the role that the worker has at that time.
 
         Args:
-            has_gpu: whether it gets a GPU, and sees no other one.
+            has_gpu: whether the process gets a GPU. It sees no other GPU.
         """
 
         async def launch(address: str) -> Child:

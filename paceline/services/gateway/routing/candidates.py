@@ -120,7 +120,7 @@ class Placement:
     cached_tokens: int = 0
     """Tokens of the prompt that the computing worker will then find in its cache; a hint."""
     least_cached_tokens: int = 0
-    """Cached tokens without which the decode worker must not compute the prompt."""
+    """Least number of cached tokens with which the decode worker may compute the prompt itself."""
 
     @property
     def computing(self) -> Member:
