@@ -242,7 +242,7 @@ class Profile(_Value):
     decode: WorkerTimes
     """Also the times of the workers of a fleet that is not disaggregated."""
     turns: TurnTimes | None = None
-    """None if every worker has a device, or cores, of its own."""
+    """Turns of workers that share cores; None if every worker has a device, or cores, of its own."""
     gateway: Delay = Delay()
     """Time in the gateway from the arrival of a request until its placement, by prompt tokens: tokenizing, hashing."""
     admit: Delay = Delay()

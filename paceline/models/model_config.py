@@ -196,7 +196,8 @@ class Gemma4Config:
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """The part of a config that only a model has which drafts with its target's keys, values and hidden states."""
+    """The part of a config for assistants: models that draft with the keys, values and hidden states of their
+    target."""
 
     target_size: int
     """Elements of the target's hidden states."""

@@ -69,7 +69,7 @@ class RunClock:
         return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
 
     def delay_prompts(self, seconds: float) -> None:
-        """Let a step with prompts that is under way take longer."""
+        """Lengthen the step under way, which computes prompts."""
         if self._is_paused:
             self._left += seconds
         elif self.run is not None and self.run.chunks:

@@ -38,7 +38,7 @@ class Places:
 
     max_seqs: float
     kv_tokens: float
-    """0 if unknown, or if workers share it."""
+    """Tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:

@@ -79,7 +79,7 @@ class Asked:
         return edits
 
     async def changes(self) -> dict[Role, Changes]:
-        """Return when planners have changed each role. Raises RedisError."""
+        """Return the times at which planners last changed each role. Raises RedisError."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for role in ROLES:
                 pipeline.pttl(f"{self._key}:grown:{role}")

@@ -1,4 +1,4 @@
-"""The wanted number of workers, as the objects of the cluster say it."""
+"""The wanted numbers of workers, read from and written to the objects of the cluster."""
 
 from __future__ import annotations
 
