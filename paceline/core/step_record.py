@@ -21,6 +21,6 @@ class StepRecord(NamedTuple):
     sequences: int
     """Sequences that got a token after their prompt."""
     drafts: int
-    """Drafts that were verified for them."""
+    """Draft tokens that this step verified, over all its sequences."""
     context_tokens: int
     """Sum over these sequences of the tokens that each of them attends to."""

@@ -35,7 +35,7 @@ class Flights(Generic[Caller]):
         return False
 
     def end(self, caller: Caller) -> list[Caller]:
-        """Remove a caller that has succeeded, has failed, or has given up bringing or waiting.
+        """Remove a caller whose fetch has ended, however it ended, or that no longer waits for another caller's fetch.
 
         Returns:
             The callers that waited for it. They have to ask again.
