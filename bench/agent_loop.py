@@ -219,7 +219,7 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=20, help="requests of each agent [%(default)s]")
     parser.add_argument("--flood-tokens", type=int, default=20_000, help="tokens between two requests [%(default)s]")
     parser.add_argument("--result-words", type=int, default=100, help="words in the result of a call [%(default)s]")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="APIs [all]")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="APIs to measure [all]")
     parser.add_argument("--seed", type=int, default=0, help="seed of the texts [%(default)s]")
     options = parser.parse_args()
     try:

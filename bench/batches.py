@@ -204,10 +204,15 @@ async def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=int, default=1000, help="0 leaves out the first part [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3, help="of the second part [%(default)s]")
+    parser.add_argument(
+        "--lines",
+        type=int,
+        default=1000,
+        help="lines of the batch in the first part; 0 leaves this part out [%(default)s]",
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the second part [%(default)s]")
     parser.add_argument("--seconds", type=float, default=30.0, help="time of each measurement [%(default)s]")
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder of the model [%(default)s]")
     asyncio.run(run(parser.parse_args()))
 
 

@@ -188,12 +188,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_policy", description=__doc__.splitlines()[0])
     parser.add_argument("traces", nargs="*", metavar="TRACE", help=f"a file or one of {', '.join(SYNTHETIC)}")
     parser.add_argument("--blocks", type=int, nargs="+", default=[1000, 5000, 20_000], help="cache sizes in blocks")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="[%(default)s]")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), metavar="NAME", help="policies [%(default)s]")
     parser.add_argument(
         "--take", type=int, metavar="SLOTS", help="time the taking of 100 blocks from a pool of this size"
     )
     parser.add_argument("--hints", nargs="*", choices=QUALITIES, default=[], help="qualities of hints [none]")
-    parser.add_argument("--owners", type=int, metavar="N", help="keys that share no blocks; 0 for one a system prompt")
+    parser.add_argument(
+        "--owners",
+        type=int,
+        metavar="N",
+        help="number of keys that share no blocks; 0 for one key for each system prompt",
+    )
     parser.add_argument("--shared-prompts", action="store_true", help="all keys share the system prompts")
     parser.add_argument("--seed", type=int, default=0, help="seed of synthetic traces and of hints [%(default)s]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")

@@ -46,10 +46,10 @@ def compare(kind: str, seed: int, slots: int, policy: str, qualities: Sequence[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cache_survey", description=__doc__.splitlines()[0])
-    parser.add_argument("--policy", default="adaptive", help="[%(default)s]")
-    parser.add_argument("--traces", nargs="+", choices=SYNTHETIC, default=list(SYNTHETIC), help="[all]")
-    parser.add_argument("--blocks", type=int, nargs="+", default=SIZES, help="[%(default)s]")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="[%(default)s]")
+    parser.add_argument("--policy", default="adaptive", help="policy to compare [%(default)s]")
+    parser.add_argument("--traces", nargs="+", choices=SYNTHETIC, default=list(SYNTHETIC), help="traces [all]")
+    parser.add_argument("--blocks", type=int, nargs="+", default=SIZES, help="cache sizes in blocks [%(default)s]")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the traces [%(default)s]")
     parser.add_argument("--hints", nargs="+", choices=QUALITIES, default=[], help="qualities of hints [none]")
     options = parser.parse_args()
     columns = options.hints or ["no hints"]

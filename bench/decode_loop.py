@@ -46,14 +46,21 @@ TEXTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--batch", type=int, action="append")
-    parser.add_argument("--text", choices=sorted(TEXTS), action="append")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="type of weights and activations [%(default)s]",
+    )
+    parser.add_argument("--batch", type=int, action="append", help="requests that decode together; may be repeated")
+    parser.add_argument(
+        "--text", choices=sorted(TEXTS), action="append", help="text that is continued; may be repeated"
+    )
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of an answer [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
+    parser.add_argument("--temperature", type=float, default=0.0, help="temperature; 0 is greedy [%(default)s]")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus of the sampling [%(default)s]")
     parser.add_argument("--profile", action="store_true", help="sample the process with py-spy (must be installed)")
     options = parser.parse_args()
     device, dtype = torch.device("cpu"), getattr(torch, options.dtype)

@@ -77,11 +77,20 @@ def _layer(name: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.equality", description=__doc__.splitlines()[0])
     parser.add_argument("model", help="bundled name, Hugging Face folder or GGUF file")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--concurrency", type=int, action="append", help="default: 1 and 8")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--way", action="append", help="compare only this way with the first one; may be repeated")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="type of weights and activations [%(default)s]",
+    )
+    parser.add_argument("--requests", type=int, default=200, help="requests of the measurement [%(default)s]")
+    parser.add_argument(
+        "--concurrency", type=int, action="append", help="requests at a time; may be repeated; default: 1 and 8"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seed of everything that is random [%(default)s]")
+    parser.add_argument(
+        "--way", action="append", help="compare only this cut of the stack with the first one; may be repeated"
+    )
     parser.add_argument(
         "--thinking",
         choices=("text", "tokens"),

@@ -80,11 +80,13 @@ def arena_memory(size: int) -> torch.Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--quantization", choices=("int8", "gguf"), action="append", default=[])
-    parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the measurement [%(default)s]")
+    parser.add_argument(
+        "--quantization", choices=("int8", "gguf"), action="append", default=[], help="format of the model's matrices"
+    )
+    parser.add_argument("--instruction-set", default="auto", help="instruction set of the kernels [%(default)s]")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     instruction_set = options.instruction_set

@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, action="append", help="simultaneous streams; may be repeated")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a stream [%(default)s]")
     parser.add_argument("--step-seconds", type=float, default=0.0, help="pause between two tokens [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the measurement [%(default)s]")
     parser.add_argument("--parsers", action="store_true", help="also measure chats without and with parsers")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()

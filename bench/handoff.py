@@ -69,9 +69,9 @@ def measure(model: str, flags: list[str], prompt_tokens: int, requests: int) -> 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.handoff", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder of the model [%(default)s]")
+    parser.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of a prompt [%(default)s]")
+    parser.add_argument("--requests", type=int, default=20, help="requests of the measurement [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()

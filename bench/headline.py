@@ -110,7 +110,9 @@ def main() -> int:
     parser.add_argument("--client", type=Path, required=True, metavar="VENV", help="environment with bin/vllm")
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FOLDER", help="model folder")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="may be repeated; default: all")
-    parser.add_argument("--prompts", type=int, default=0, help="requests of each workload; default: its own number")
+    parser.add_argument(
+        "--prompts", type=int, default=0, help="requests of each workload; default: the workload's own number"
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 10**6, help="seed of prompts; default: a new one")
     args = parser.parse_args()
     systems, vllm = systems_of(parser, args), args.client / "bin" / "vllm"

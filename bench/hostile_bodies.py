@@ -332,7 +332,7 @@ def main() -> int:
     parser.add_argument("--rate", type=int, default=600, help="requests per minute of the hostile key [%(default)s]")
     parser.add_argument("--only", action="append", metavar="PATH", help="a route to measure [all]")
     parser.add_argument("--no-goal", action="store_true", help="end with 0 even if a goal is missed")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="seed of everything that is random [%(default)s]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     # Imported here, because the attacking process, which imports this module, needs no torch.

@@ -101,9 +101,11 @@ def limited(hosts: Sequence[Host], mbit: int) -> Iterator[None]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder of the model")
-    parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--transport", default="auto", choices=["auto", "ucx", "grpc"])
+    parser.add_argument("--prompt-tokens", type=int, default=2000, help="tokens of a prompt [%(default)s]")
+    parser.add_argument("--requests", type=int, default=12, help="requests of the measurement [%(default)s]")
+    parser.add_argument(
+        "--transport", default="auto", choices=["auto", "ucx", "grpc"], help="transport between the hosts [%(default)s]"
+    )
     parser.add_argument("--mbit", type=int, default=0, help="bandwidth of the link; 0 does not limit it")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()

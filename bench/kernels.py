@@ -316,11 +316,18 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--quantization", choices=("none", *QUANTIZE), default="none")
-    parser.add_argument("--instruction-set", default="auto")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of the measurement [%(default)s]")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="type of weights and activations [%(default)s]",
+    )
+    parser.add_argument(
+        "--quantization", choices=("none", *QUANTIZE), default="none", help="format of the model's matrices"
+    )
+    parser.add_argument("--instruction-set", default="auto", help="instruction set of the kernels [%(default)s]")
     parser.add_argument("--only", default="", help="run only kernels whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

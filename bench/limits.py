@@ -131,7 +131,7 @@ def main() -> int:
         "--seconds",
         type=float,
         default=MINUTE,
-        help="length of each overload; at least 60",
+        help="length of each overload in seconds; at least 60",
     )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()

@@ -150,7 +150,7 @@ def measure(folder: str, messages: int, rounds: int) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.messages", description=__doc__.splitlines()[0])
     parser.add_argument("--messages", type=int, default=200, help="messages in a round; the first quarter is skipped")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
     parser.add_argument("--middle", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--receiver", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -118,9 +118,9 @@ def medians(rounds: Sequence[Times]) -> Times:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--workload", default="eight", choices=list(WORKLOADS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder of the model [%(default)s]")
+    parser.add_argument("--workload", default="eight", choices=list(WORKLOADS), help="workload [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("flags", nargs="*", help="options of `paceline serve`")
     options = parser.parse_args()

@@ -253,8 +253,10 @@ def main() -> int:
     parser.add_argument("--ttft", type=float, default=2.0, help="objective: 99th percentile of TTFT, in seconds")
     parser.add_argument("--itl", type=float, default=0.3, help="objective: 99th percentile of ITL, in seconds")
     parser.add_argument("--vocab", type=int, default=40_000, help="prompts have token ids below this")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--serve", action="append", default=[], help="further option of paceline serve")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything that is random [%(default)s]")
+    parser.add_argument(
+        "--serve", action="append", default=[], help="further option of `paceline serve`; may be repeated"
+    )
     parser.add_argument("--out", type=new_file, help="JSON file for all figures")
     options = parser.parse_args()
     ending_on_sigterm()

@@ -81,12 +81,17 @@ def draw(runs: Runs, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.scaling", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("model", type=Path, help="folder of the model")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="bfloat16",
+        help="type of weights and activations [%(default)s]",
+    )
     parser.add_argument("--batch", type=int, action="append", help=f"may be repeated; default {BATCHES}")
     parser.add_argument("--context", type=int, action="append", help=f"may be repeated; default {CONTEXTS}")
     parser.add_argument("--tokens", type=int, default=16, help="tokens that each request decodes [%(default)s]")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
     parser.add_argument("--kv-gib", type=float, default=7.0, help="largest memory for KV, in GiB [%(default)g]")
     parser.add_argument("--out", type=new_file, help="JSON file for all figures of all rounds")
     parser.add_argument("--picture", type=new_file, help="file for a picture")

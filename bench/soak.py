@@ -314,10 +314,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=1.0, help="hours at two requests a second, 7,200 requests each")
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
-    parser.add_argument("--model", default="", help="[a tiny random Gemma 4, which takes media]")
-    parser.add_argument("--kv-memory", default="64MiB", help="of the host")
+    parser.add_argument(
+        "--model", default="", help="name or folder of the model [a tiny random Gemma 4, which takes media]"
+    )
+    parser.add_argument("--kv-memory", default="64MiB", help="shared KV memory of the host")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two readings of the processes")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="seed of everything that is random [%(default)s]")
     parser.add_argument(
         "--spare", choices=sorted(set(VICTIMS)), action="append", default=[], help="never kill this role"
     )

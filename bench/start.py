@@ -128,8 +128,8 @@ def summary(starts: Sequence[Start]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder of the model [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
     parser.add_argument(
         "--first",
         type=float,

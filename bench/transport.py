@@ -144,9 +144,11 @@ def measure(hosts: Sequence[Host], ways: list[str], block_kib: int, blocks: int,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--blocks", type=int, default=64)
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[360, 1024, 2048])
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of the measurement [%(default)s]")
+    parser.add_argument("--blocks", type=int, default=64, help="blocks in one transfer [%(default)s]")
+    parser.add_argument(
+        "--block-kib", type=int, nargs="+", default=[360, 1024, 2048], help="sizes of a block in KiB [%(default)s]"
+    )
     parser.add_argument("--one-host", action="store_true", help="use processes on the loopback interface even as root")
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()

@@ -133,7 +133,8 @@ class AskedBatch:
 class OutputFile:
     """The file of answers. Raises ConfigError if it cannot be written.
 
-    A plain file is there as a whole or not at all, also at the end of a link. A device or a pipe is written to.
+    A plain file, or the file to which a link leads, appears only when it is complete. A device or a pipe is written
+    directly.
     """
 
     def __init__(self, target: Path) -> None:
@@ -160,7 +161,7 @@ class OutputFile:
         shutil.rmtree(folder, ignore_errors=True)
 
     def write(self, lines: Iterable[bytes]) -> None:
-        """Write lines."""
+        """Write the answers, one line each, in place of the earlier content."""
         content = b"".join(line + b"\n" for line in lines)
         try:
             if self._is_plain:

@@ -29,7 +29,7 @@ one service each, for containers and clusters
   gateway MODEL       the HTTP API
   prefill MODEL       a worker that turns prompts into KV blocks
   decode MODEL        a worker that turns KV blocks into tokens
-  worker MODEL        a worker that waits until it is told to be prefill or decode
+  worker MODEL        a worker without a role, which waits until it is given one
   encode MODEL        a worker that turns images, frames and audio into encodings
   kvtransfer          the owner of a host's KV memory
   planner             adds and drains workers as the load asks
@@ -38,8 +38,8 @@ tools
   top                 show the fleet and its speed, live
   trace REQUEST_ID    show one request's life
   profile -o FILE     learn from a running stack how long its steps take, for simulate
-  simulate            say what a fleet would do under a load: how many of each?
-  scale ROLE=N        change how many workers a running stack has
+  simulate            predict what a fleet does under a load, and what fleet it needs
+  scale ROLE=N        change the numbers of workers of a running stack
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
   key, token          make a key for --api-keys-file, or the secret that services share
@@ -158,7 +158,7 @@ def _add_profile(commands: Any) -> None:
     command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="JSON file for the profile")
     command.add_argument("--machine", default="", metavar="NAME", help="name of the machine, such as its processor")
     command.add_argument(
-        "--no-scale", action="store_true", help="do not start and drain one more decode worker to measure these times"
+        "--no-scale", action="store_true", help="do not measure how long a decode worker takes to start and to drain"
     )
     _add_gateway(command)
     _add_fleet(command)

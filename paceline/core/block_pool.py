@@ -1,4 +1,4 @@
-"""The slots of a memory for KV blocks: which are free, referenced or cached, and which content a cached slot has."""
+"""The slots of a memory for KV blocks. Each slot is free, referenced or cached, and a cached slot has named content."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class BlockPool:
         return self._policy.blocks()
 
     def find(self, group: int, digest: bytes) -> int | None:
-        """Return the slot of the reusable block with this name, or None."""
+        """Return the slot of the reusable block with this name; None if there is none."""
         return self._index[group].get(digest)
 
     def name(self, slot: int) -> Name | None:
@@ -199,7 +199,8 @@ class BlockPool:
             self._note(BlockEvent("stored", group, digest))
 
     def forget(self) -> list[int]:
-        """Free all cached blocks and return their slots. Blocks that requests use stay, and are cached after them."""
+        """Free all cached blocks and return their slots. Blocks that requests use stay, and are cached after these
+        requests have ended."""
         names = [block.name for block in self._policy.blocks() if block.evictable]
         for name in names:
             self._policy.remove(name)

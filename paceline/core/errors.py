@@ -34,7 +34,7 @@ class ConstraintError(InvalidRequestError):
 
 
 class BusyError(PacelineError):
-    """There is no room now. The same request may succeed later."""
+    """Raised if there is no room now. The same request may succeed later."""
 
 
 class UnavailableError(PacelineError):

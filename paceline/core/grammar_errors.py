@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 NO_TOKEN = "no token is possible"
-"""A message of our own: a mask allows no token."""
+"""Message of Paceline's own for a mask that allows no token."""
 
 TOO_SLOW = (
     "to find the tokens that may come next takes too long; make it simpler: fewer optional properties, or rules with "

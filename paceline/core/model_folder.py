@@ -20,7 +20,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json",
 class ModelFiles:
     """The config and the tokenizer of a model, as digests.
 
-    If a gateway and a worker have the same ones, token ids and the longest context mean the same to both.
+    If a gateway and a worker have the same digests, they agree on token ids and on the longest context.
     """
 
     digest: str

@@ -11,7 +11,8 @@ class StepRecord(NamedTuple):
     number: int
     """Number of the step among all steps of the engine, from 0."""
     ended: float
-    """When its result was known, in seconds on the worker's monotonic clock. It only tells how far steps are apart."""
+    """Instant at which the step's result was known, in seconds on the worker's monotonic clock. Only differences
+    between steps mean something."""
     seconds: float
     prompt_tokens: int
     """Tokens of prompts that it computed."""
@@ -20,6 +21,6 @@ class StepRecord(NamedTuple):
     sequences: int
     """Sequences that got a token after their prompt."""
     drafts: int
-    """Drafts that were verified for them."""
+    """Draft tokens that this step verified, over all its sequences."""
     context_tokens: int
     """Sum over these sequences of the tokens that each of them attends to."""

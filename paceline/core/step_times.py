@@ -85,7 +85,7 @@ class Spread(_Value):
 
 
 class Delay(_Value):
-    """A time that depends on nothing but, perhaps, a number of tokens."""
+    """A time that is constant, or grows with a number of tokens."""
 
     seconds: Seconds = 0.0
     per_token: Seconds = 0.0
@@ -183,7 +183,7 @@ class WorkerTimes(_Value):
 
 
 class TurnTimes(_Value):
-    """How workers of one host that share its cores take turns: a decode worker computes when it has work, and leaves
+    """Turns of the workers of one host that share its cores: a decode worker computes when it has work, and leaves
     prefill some time after each of its steps. See `core/turns.py`."""
 
     itl_target: Seconds = 0.028
@@ -205,8 +205,7 @@ class TurnTimes(_Value):
     late: Delay = Delay()
     """Time from the end of prefill's turn until the next decode step begins."""
     admit: Delay = Delay()
-    """How much longer everything around the steps of a prompt takes while decode workers of the same cores have
-    work."""
+    """Additional time of everything around the steps of a prompt while decode workers of the same cores have work."""
     admission: Seconds = 0.0
     """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
     same time."""
@@ -243,7 +242,7 @@ class Profile(_Value):
     decode: WorkerTimes
     """Also the times of the workers of a fleet that is not disaggregated."""
     turns: TurnTimes | None = None
-    """None if every worker has a device, or cores, of its own."""
+    """Turns of workers that share cores; None if every worker has a device, or cores, of its own."""
     gateway: Delay = Delay()
     """Time in the gateway from the arrival of a request until its placement, by prompt tokens: tokenizing, hashing."""
     admit: Delay = Delay()

@@ -222,7 +222,8 @@ class DecodeTurns:
 
 
 class PrefillTurns:
-    """The turns of a prefill worker. It computes while no decode worker does, and in the time that decode leaves.
+    """The turns of a prefill worker. It computes whenever no decode worker is computing, and between the decode steps
+    of those that are.
 
     Args:
         page: see `DecodeTurns`.

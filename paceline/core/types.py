@@ -34,13 +34,14 @@ class ConstraintKind(enum.Enum):
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
-    """Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII. The whole output matches."""
+    """A regular expression in Rust's syntax: no look-around, no back references; `\\d` and `\\w` are ASCII. The whole
+    output matches."""
     CHOICE = "choice"
     """A JSON list of texts. The output is one of them."""
     GRAMMAR = "grammar"
     """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
     ANSWER = "answer"
-    """A grammar in Lark that a gateway has made of the above, tool calls and a budget for reasoning."""
+    """A grammar in Lark, which a gateway has made of one of the other kinds, tool calls and a budget for reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Constraint:
     unenforced: tuple[str, ...] = field(default=(), compare=False)
     """Keywords of JSON schemas that are not enforced, each with the field of the API. Only gateways know them."""
     grammar: str = field(default="", compare=False)
-    """What the text means as a grammar of the library, which a gateway has compiled on trial; "" if it has not been
+    """The constraint as a grammar of the library, which a gateway has compiled on trial; "" if it has not been
     translated."""
     domain: str = ""
     """Salt of the requests that share the compiled constraint and the time for its masks. Only workers know it."""
@@ -67,9 +68,9 @@ class SamplingParams:
     """The parameters of sampling. The gateway has resolved them: no value stands for "the default of the model"."""
 
     temperature: float = 0.0
-    """0 is greedy."""
+    """Divisor of the logits. 0 chooses the most likely token."""
     top_k: int = 0
-    """0 keeps all tokens."""
+    """Number of the most likely tokens to sample from. 0 keeps all tokens."""
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0

@@ -31,11 +31,11 @@ class Standing:
     role: str
     host_id: str = ""
     epoch: int = 0
-    """Of two workers with equal losses, the one with the newer epoch leaves first."""
+    """Epoch of the worker. If two workers have equal losses, the one with the newer epoch leaves first."""
     is_ready: bool = True
-    """Whether it takes work. A worker that is starting does not."""
+    """Whether the worker takes work. A worker that is starting takes none."""
     running: int = 0
-    """Requests that it runs, those that wait for blocks included."""
+    """Requests that the worker runs, including those that wait for blocks."""
     queued_tokens: int = 0
     """Prompt tokens that it has accepted and not computed yet."""
     numerics: Numerics | None = None

@@ -1,4 +1,4 @@
-"""The interface to code that chooses tokens where the logits are."""
+"""The interface to code that chooses tokens on the device that holds the logits."""
 
 from __future__ import annotations
 

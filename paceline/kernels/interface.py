@@ -58,8 +58,8 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Taps:
-    """What a forward pass tells of its tokens beside its result: hidden states, for drafters that were trained on them,
-    and which tokens are broken.
+    """Further results of a forward pass: hidden states, for drafters that were trained on them, and which tokens have
+    values that are not finite.
     """
 
     depths: tuple[int, ...] = ()

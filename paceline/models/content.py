@@ -47,7 +47,7 @@ class FileState(NamedTuple):
     size: int
     mtime_ns: int
     ctime_ns: int
-    """When the system last changed the file or its metadata. Unlike `mtime_ns`, no program can choose it."""
+    """Time of the last change of the file or its metadata. Unlike `mtime_ns`, no program can choose it."""
 
     @staticmethod
     def of(found: os.stat_result) -> FileState:

@@ -19,7 +19,7 @@ from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
 
 Report = Callable[[str], None]
-"""Gets a sentence about each slow operation."""
+"""A function that gets a sentence about each slow operation."""
 
 _CONVERT_SECONDS = 1800.0
 

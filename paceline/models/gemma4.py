@@ -69,8 +69,8 @@ def sizes_of(config: ModelConfig) -> Gemma4Config:
 
 
 class LayerInputs:
-    """What each layer reads of a token beside the residual stream: a projection of the token's embedding, normed, plus
-    a part of the token's row in a table (per-layer embeddings).
+    """Inputs of each layer for a token, in addition to the residual stream: a projection of the token's embedding,
+    normed, plus a part of the token's row in a table (per-layer embeddings).
 
     The table stays in the checkpoint's file. Only the rows of a step's tokens are read, and copied to the device.
     Layers that store KV and layers after them have projections of their own, because they may run in different passes.

@@ -13,7 +13,7 @@ from paceline.models.hub_name import HubName
 
 
 class HubUnreachableError(ModelError):
-    """The hub does not answer. A model that is in the cache can be used nevertheless."""
+    """Raised if the hub does not answer. A model that is in the cache can be used nevertheless."""
 
 
 @contextmanager

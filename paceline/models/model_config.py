@@ -24,7 +24,7 @@ class Rope:
     that is rotated as a whole."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """For kind "llama3" only, as is `high_freq_factor`."""
+    """Factor of low frequencies, for kind "llama3" only; so is `high_freq_factor`."""
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     """Longest context that the model was first trained on, for the kinds "llama3" and "yarn"."""
@@ -196,7 +196,8 @@ class Gemma4Config:
 
 @dataclass(frozen=True, slots=True)
 class Assistant:
-    """The part of a config that only a model has which drafts with its target's keys, values and hidden states."""
+    """The part of a config for assistants: models that draft with the keys, values and hidden states of their
+    target."""
 
     target_size: int
     """Elements of the target's hidden states."""

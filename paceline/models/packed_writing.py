@@ -222,7 +222,7 @@ class Output:
                 self.flush()
 
     def flush(self) -> None:
-        """Write what is in memory. Only a whole piece may have others after it."""
+        """Write the bytes that are in memory to the file. Only after a whole piece may further pieces follow."""
         rest = self._piece[: self._used]
         while rest:
             rest = rest[self._raw.write(rest) :]

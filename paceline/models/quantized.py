@@ -29,7 +29,7 @@ class Packer:
 
     kernels: Kernels
     device: torch.device
-    """Where dequantized matrices are packed."""
+    """Device on which dequantized matrices are packed."""
     quantization: Quantization = "none"
     needs_content: ClassVar[bool] = True
     """See `Pack`."""

@@ -50,7 +50,7 @@ _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch fr
 
 @dataclass(slots=True)
 class Measured:
-    """Everything that was measured."""
+    """The measured steps and requests of one profile."""
 
     singles: list[Traced] = field(default_factory=list)
     """Requests that ran alone, with their traces."""
@@ -60,13 +60,13 @@ class Measured:
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
-    """Steps that did both."""
+    """Steps that computed prompts and decoded."""
     arrivals: list[tuple[list[Traced], Steps]] = field(default_factory=list)
     """Requests that came at the same time, and the steps that computed their prompts."""
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of prompts that were computed while a fixed number of requests were answered."""
     crowded: list[Traced] = field(default_factory=list)
-    """Those of these prompts, with their traces, beside which all of this number of requests were being answered."""
+    """Prompts, with their traces, during which the full number of other requests was being answered."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:

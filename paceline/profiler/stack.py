@@ -31,7 +31,7 @@ class ProfiledAnswer(NamedTuple):
     request_id: str
     prompt_tokens: int
     token_times: tuple[float, ...]
-    """When each piece of the answer came, in seconds from sending the request."""
+    """Instant of each piece of the answer, in seconds from sending the request."""
     sent: float
     """Instant of sending the request, on time.perf_counter()."""
 
@@ -47,7 +47,7 @@ class Facts:
     workers: dict[str, int]
     """Ready workers by role."""
     max_seqs: int
-    """The least of all workers that decode."""
+    """Sequences that a decode worker runs at the same time: the smallest number of all decode workers."""
     max_batched_tokens: int
     takes_turns: bool
     itl_target_seconds: float
@@ -57,7 +57,7 @@ class Facts:
 
 
 class ProfiledStack:
-    """A stack that does nothing but what the profiler asks."""
+    """A running stack that has no requests except those of the profiler."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway

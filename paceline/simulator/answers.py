@@ -44,7 +44,7 @@ def on_disaggregation(apart: Found, together: Found) -> str:
 
 
 def on_caches(sizes: Sequence[Found]) -> str:
-    """Return the smallest cache that is about as good as the best one.
+    """Return a sentence that recommends the smallest cache whose result is close to the best.
 
     Args:
         sizes: the same fleet, or the cheapest one, with caches of several sizes, at least two.

@@ -193,7 +193,7 @@ class Attempts:
         self._preemption.extend(worker, row)
 
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
-        """Count steps."""
+        """Record steps that a worker has ended."""
         self._recorder.stepped(worker, run)
         self.on_steps(worker, run)
 

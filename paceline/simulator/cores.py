@@ -78,7 +78,7 @@ class Cores:
         return worker.role == "decode" and any(other.has_work for other in self._of("prefill"))
 
     def admit(self, done: Callable[[], object]) -> None:
-        """Do the work of an admission, which takes longer while others are admitted, too. Then call `done`."""
+        """Take the time of an admission, which is longer while other requests are admitted, too. Then call `done`."""
         if self.turns.admission:
             self._admissions.add(self.turns.admission, done)
         else:

@@ -17,7 +17,7 @@ class Events:
         self._count = 0
 
     def at(self, instant: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Have a function called at an instant, or now if the instant is over."""
+        """Schedule a call of a function for an instant, or for now if the instant has passed."""
         self._count += 1
         heapq.heappush(self._queue, (max(instant, self.now), self._count, call, arguments))
 

@@ -30,7 +30,7 @@ class SimulatedFleet:
     """Owns workers and hosts.
 
     Args:
-        goes_on: whether there is more to simulate; heartbeats end when it returns False.
+        goes_on: function that returns whether there is more to simulate. When it returns False, heartbeats end.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SimulatedFleet:
         }
 
     def begin(self) -> None:
-        """Have all workers of the scenario ready, and begin with heartbeats and hints."""
+        """Make all workers of the scenario ready, and start their heartbeats and hints."""
         scenario = self._scenario
         if scenario.is_aggregated:
             roles: list[Role] = ["decode"] * (scenario.prefill + scenario.decode)
@@ -98,7 +98,7 @@ class SimulatedFleet:
         return sum(worker.role == role and worker.state in ("starting", "ready") for worker in self.workers.values())
 
     def times(self, role: Role) -> WorkerTimes:
-        """Return what is known of the workers of a role."""
+        """Return the measured startup, drain and flip times of a role."""
         return self._kits[role].times
 
     def _make(self, role: Role) -> SimulatedWorker:

@@ -99,7 +99,7 @@ class SimulatedGateway:
                 self.attempts.move(sequence)
 
     def lose(self, worker: SimulatedWorker) -> None:
-        """Let the requests of a worker that has ended go on elsewhere."""
+        """Place the requests of a worker that has ended on other workers."""
         self.known.withdraw(worker)
         for sequence in worker.stop():
             sequence.failed |= {worker.name}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 DESCRIPTION = """\
-Say what a fleet would do under a load, before there is the fleet. `paceline profile` measures a running stack. This
+Predict what a fleet does under a load, before the fleet exists. `paceline profile` measures a running stack. This
 command takes its times, a load, and a number of workers, and prints times to the first token and between tokens, good
 requests per second, devices and cost. How many of each: --find. Which cache size: --cache-tokens with several numbers.
 What if a third fails: --fail 0.33@600. What would the planner do: --planner. Whether disaggregation pays is said for
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     load.add_argument("--load", type=Path, metavar="FILE", help="TOML or JSON file that describes a load")
     load.add_argument(
-        "--speed", type=float, default=1.0, metavar="FACTOR", help="have requests come this much faster [%(default)s]"
+        "--speed", type=float, default=1.0, metavar="FACTOR", help="factor by which requests come faster [%(default)s]"
     )
     load.add_argument("--requests", type=int, default=0, metavar="N", help="only the first N requests; 0 for all")
     fleet = parser.add_argument_group("fleet")
@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument("--prefill", type=int, default=1, metavar="N", help="prefill workers [%(default)s]")
     fleet.add_argument("--decode", type=int, default=1, metavar="N", help="decode workers [%(default)s]")
     fleet.add_argument(
-        "--aggregated", action="store_true", help="let each of these workers do both: compute and decode"
+        "--aggregated", action="store_true", help="let each of these workers both compute prompts and decode"
     )
     fleet.add_argument(
         "--find", action="store_true", help="find the fewest workers that meet the objectives, beginning with these"
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     fleet.add_argument(
         "--no-compare",
         action="store_true",
-        help="do not say whether disaggregation pays. To say so takes another simulation, of workers that do both",
+        help="do not say whether disaggregation pays, which needs one more simulation, of workers that do both",
     )
     fleet.add_argument(
         "--per-host",
@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SHARE@SECONDS",
-        help="end this share of the workers then, such as 0.33@600; they start again. May be given often",
+        help="end this share of the workers at this second, such as 0.33@600; they start again. May be repeated",
     )
     fleet.add_argument("--no-restart", action="store_true", help="do not start workers again that have failed")
     fleet.add_argument(
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="times that a client whose request was refused comes back when it was told to [%(default)s]",
+        help="times that a client comes back after a refusal, when it was told to [%(default)s]",
     )
     goals.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all that is random [%(default)s]")
     results = parser.add_argument_group("results")

@@ -1,4 +1,5 @@
-"""Preemption: if a host has no blocks left, the newest sequence of a worker gives its own back and goes on later."""
+"""Preemption: if a host has no blocks left, the newest sequence of a worker gives its blocks back and continues
+later."""
 
 from __future__ import annotations
 

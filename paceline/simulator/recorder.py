@@ -76,7 +76,7 @@ class Minute:
     arrivals: int = 0
     finished: int = 0
     good: int = 0
-    """Those that met all objectives."""
+    """Requests that met all objectives."""
     refused: int = 0
     ttft: Distribution = field(default_factory=Distribution)
     mean_itl: Distribution = field(default_factory=Distribution)

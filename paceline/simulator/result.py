@@ -45,7 +45,7 @@ class MinuteResult(NamedTuple):
     """Percentiles in seconds, at most 4.5 % off."""
     ttft_p99: float
     itl_p50: float
-    """Of the requests' mean times between tokens."""
+    """Median of the requests' mean times between tokens, in seconds."""
     itl_p99: float
 
 
@@ -60,11 +60,11 @@ class ClassResult:
     """Number of refused requests by reason: queue_full, priority, overload, timeout, deadline, background, or
     too long."""
     good: int
-    """Those that met all objectives of the class: time to first token, and mean time between tokens."""
+    """Requests that met all objectives of the class: time to first token, and mean time between tokens."""
     attained: float
     """Share of good requests, from 0 to 1."""
     is_met: bool
-    """Whether this share is what the objectives ask for."""
+    """Whether the share of good requests is at least the objectives' share."""
     goodput: float
     """Good requests per second."""
     hit_rate: float
@@ -78,9 +78,9 @@ class ClassResult:
     mean_itl: Percentiles
     """Mean times between tokens, of all requests."""
     seconds: Percentiles
-    """From arrival to end."""
+    """Percentiles of the time from arrival to end."""
     queued: Percentiles
-    """From arrival to placement."""
+    """Percentiles of the time from arrival to placement."""
     minutes: list[MinuteResult]
 
 
@@ -96,13 +96,13 @@ class Level(NamedTuple):
     running: int
     """Requests that have arrived and not ended."""
     waiting: int
-    """Those for which no worker has room."""
+    """Requests for which no worker has room."""
     kv_used: float
     """Share of the blocks of all hosts that requests use."""
     devices: float
     """Devices that all workers occupy, also those that start or drain."""
     cost: float
-    """What they cost in an hour."""
+    """Cost of the devices for an hour, in the currency of the profile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ class SimulatedRow:
     joined_len: int
     """Tokens of the context when it joined, the newest one included."""
     joined_done: int
-    """Tokens of the answer then."""
+    """Tokens of the answer when the row joined."""
     end_step: int
     grow_step: int
     is_here: bool = True

@@ -53,7 +53,7 @@ class RunClock:
         return max(1, run.ratios.steps_within(passed, run.index, run.steps, run.first, run.growth))
 
     def stop(self) -> None:
-        """Forget the run."""
+        """Drop the current run. Its event, which is still scheduled, then does nothing."""
         self._version += 1
         self.run, self._is_paused = None, False
 
@@ -69,7 +69,7 @@ class RunClock:
         return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
 
     def delay_prompts(self, seconds: float) -> None:
-        """Let a step with prompts that is under way take longer."""
+        """Lengthen the step under way, which computes prompts."""
         if self._is_paused:
             self._left += seconds
         elif self.run is not None and self.run.chunks:

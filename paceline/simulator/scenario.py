@@ -16,9 +16,9 @@ class PlannedFailure:
     """A share of all workers ends at once, without a drain."""
 
     at: float
-    """Seconds since the begin."""
+    """Instant of the failure, in seconds since the start of the simulation."""
     share: float
-    """From 0 to 1."""
+    """Share of the workers that fail, from 0 to 1."""
 
     @staticmethod
     def parse(text: str) -> PlannedFailure:
@@ -46,7 +46,8 @@ class Scenario:
     is_aggregated: bool = False
     """Whether all of these workers are alike: each computes prompts and decodes."""
     workers_per_host: int = 8
-    """Not used if the workers of the profile share cores: then a host has one worker of each role."""
+    """Workers on one host. Ignored if the workers of the profile share cores, because a host then has one worker of
+    each role."""
     cache_policy: str = "adaptive"
     host_tokens: int = 0
     """Tokens of KV that a host holds; 0 takes the profile's."""

@@ -53,7 +53,7 @@ class Sequence:
     background: bool = False
     """Whether nobody waits for it."""
     wanted_seconds: float | None = None
-    """Time from its arrival within which its first token is wanted; None if it has no objective."""
+    """Objective for the time to first token, in seconds from arrival; None if there is none."""
     waits_since: float = 0.0
     """Instant at which it came to the queue last."""
     attempt: int = 0
@@ -62,9 +62,9 @@ class Sequence:
     context: int = 0
     """Tokens that the present attempt began with: the prompt, and what earlier attempts gave."""
     cached: int = 0
-    """How many of them the computing worker found in its host's cache."""
+    """Tokens of the context that the computing worker found in its host's cache."""
     computed: int = 0
-    """How many of them are computed or cached."""
+    """Tokens of the context that are computed or cached."""
     prompt_arrival: Arrival | None = None
     """Arrival among the prompts of its worker; None until a step could include the prompt."""
     is_handed_over: bool = False
@@ -76,7 +76,7 @@ class Sequence:
     sent: int = 0
     """Prompt tokens of the attempt that count as queued on the computing worker."""
     moved: float = 0.0
-    """Instant at which the blocks are on the decode worker's host, but for those of the last chunk."""
+    """Instant at which the decode worker's host has all blocks except those of the last chunk."""
     failed: frozenset[str] = frozenset()
     first_token: float = -1.0
     """Instant of the first token; negative before it."""

@@ -34,7 +34,7 @@ class Ratios:
         self._moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(twice))]
 
     def at(self, index: int) -> float:
-        """Return one ratio."""
+        """Return the ratio at an index."""
         return self._values[index % SIZE]
 
     def values(self, index: int, count: int) -> NDArray[np.float64]:

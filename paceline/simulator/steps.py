@@ -48,7 +48,7 @@ class Run:
     by_group: dict[str, int]
     """The same by class of requests."""
     joined: list[Sequence]
-    """Those that decode in these steps for the first time."""
+    """Sequences that decode in these steps for the first time."""
     is_long: bool
     """Whether the step after it is not planned before it ends, see `engine/prompt_order.py`."""
     waited: float

@@ -17,9 +17,9 @@ class TraceRequest(NamedTuple):
     arrival: float
     """Seconds since the begin of the trace. Requests are in ascending order of it."""
     prompt_tokens: int
-    """At least 1."""
+    """Length of the prompt in tokens, at least 1."""
     answer_tokens: int
-    """At least 1."""
+    """Length of the answer in tokens, at least 1."""
     blocks: Sequence[int] = ()
     """Names of the context's full blocks, `LoadTrace.block_tokens` tokens each, in order; each is a number of 64 bits.
     A name stands for its block and all blocks before it. Blocks of the answer may follow those of the prompt if they

@@ -25,19 +25,20 @@ State = Literal["starting", "ready", "draining", "gone"]
 
 
 class Owner(Protocol):
-    """Whoever is told what the steps of workers lead to. All calls come at the end of a step."""
+    """The receiver of the results of workers' steps. All calls come at the end of a step."""
 
     def computed(self, worker: SimulatedWorker, sequence: Sequence, tokens: int) -> None:
-        """A chunk of a prompt is computed. If it was the last one, the first token is known."""
+        """Called after a chunk of a prompt is computed. After the last chunk, the first token is known."""
 
     def ended(self, worker: SimulatedWorker, sequence: Sequence) -> None:
-        """A sequence has all of its tokens."""
+        """Called after a sequence has all of its tokens."""
 
     def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
-        """A row's blocks are nearly full. The answer is a call of `grown` of the rows, or of `leave`."""
+        """Called if a row's blocks are nearly full. The owner answers with a call of `grown` of the rows, or of
+        `leave`."""
 
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
-        """Steps have ended."""
+        """Called after steps have ended."""
 
 
 class SimulatedWorker:

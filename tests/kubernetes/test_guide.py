@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md tells people to type exists, as far as this can be known without a cluster."""
+"""What the guides to Kubernetes tell people to type exists, as far as this can be known without a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.simulator.described_load import read_load
 from tests.kubernetes.kustomize import build, main_container, pod_of
 from tests.kubernetes.test_manifests import KUBERNETES, RELEASES, ROOT, config_of, of
 
-GUIDE = (ROOT / "docs" / "kubernetes.md").read_text()
+GUIDE = "\n".join((ROOT / "docs" / page).read_text() for page in ("kubernetes.md", "autoscaling.md"))
 BLOCKS = re.findall(r"(?:^(?: {4}.*)?\n)+", GUIDE, re.MULTILINE)
 RECIPES: list[dict[str, Any]] = [
     each

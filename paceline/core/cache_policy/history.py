@@ -47,7 +47,7 @@ _ASSUMED = (
 )
 """For each class, the argument of `Hazards`."""
 KINDS = len(_ASSUMED)
-"""Number of classes of blocks."""
+"""Number of classes by which the uses of blocks are counted apart."""
 
 _LAPSE = 64
 """Age in epochs at which a hint counts as wrong."""

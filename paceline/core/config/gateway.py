@@ -38,12 +38,12 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls: a form by name, none, or auto for the form that the chat template shows",
+        "form of the model's tool calls: a form by name, none, or auto for the form that the chat template shows",
         "model",
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model marks its reasoning: a form by name, none, or auto for the form that the chat template shows",
+        "form of the model's reasoning: a form by name, none, or auto for the form that the chat template shows",
         "model",
     )
     score_tokens: str = option(
@@ -96,7 +96,7 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     store: str = option(
         "",
-        "where responses of /v1/responses, files and batches are kept: a SQLite file, the URL of an SQL database, "
+        "place of the responses of /v1/responses, files and batches: a SQLite file, the URL of an SQL database, "
         "which several gateways may share (needs SQLAlchemy), or none; default: store.db in the cache folder",
         "store",
         is_secret=True,
@@ -172,8 +172,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     router_mode: RouterMode = option(
         "kv",
-        "how the gateway chooses workers. kv: by their cached prefixes, queues and load, and the time to transfer "
-        "blocks. round-robin: each worker in turn",
+        "rule by which the gateway chooses workers. kv: by their cached prefixes, queues and load, and the time to "
+        "transfer blocks. round-robin: each worker in turn",
         "cluster",
     )
     local_prefill_tokens: int = option(
@@ -202,8 +202,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     limit_mm_per_prompt: str = option(
         "",
-        'how many items of each kind a request may have, as JSON, such as {"image": 4, "video": 1, "audio": 0}; a kind '
-        "that is left out is limited by --max-media-items alone",
+        'largest numbers of items by kind in a request, as JSON, such as {"image": 4, "video": 1, "audio": 0}; a '
+        "kind that is left out is limited by --max-media-items alone",
         "media",
     )
     mm_processor_kwargs: str = option(
@@ -259,7 +259,7 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     )
     vllm_metric_names: bool = option(
         False,
-        "/metrics also has vLLM's names for what vLLM measures, too (vllm:num_requests_running …), so that dashboards "
+        "/metrics also has vLLM's metrics under vLLM's names (vllm:num_requests_running …), so that dashboards "
         "and autoscalers that were made for vLLM work unchanged",
         "logs",
     )

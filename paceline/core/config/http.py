@@ -20,7 +20,8 @@ class HttpOptions(Options):
     )
     root_path: str = option(
         "",
-        "path, such as /llm, below which a proxy offers this API; requests may have it or have lost it on their way",
+        "path below which a proxy offers this API, such as /llm; the proxy may leave it in the paths of requests or "
+        "take it off",
         "network",
     )
     ssl_certfile: str = option(

@@ -32,7 +32,7 @@ class KVTransferConfig(ServiceConfig):
     arena_dir: str = option("/dev/shm", "folder of the shared memory; all workers of the host must see it", "memory")
     transport: TransportChoice = option(
         "auto",
-        "how KV blocks are copied between hosts. grpc: over gRPC. ucx: over UCX (RDMA or TCP), which listens on all "
+        "method of copying KV blocks between hosts. grpc: gRPC. ucx: over UCX (RDMA or TCP), which listens on all "
         "addresses of the machine. auto: ucx if it is installed, works, and --host is not a local address; else grpc, "
         "and grpc with --cluster-certfile, because UCX copies in the clear",
         "network",

@@ -17,7 +17,7 @@ class PlannerConfig(ServiceConfig, PlannerOptions):
 
     platform: PlatformName = option(
         "serve",
-        "what starts and stops the workers. serve: paceline serve --planner, which starts this service itself. "
+        "platform that starts and stops the workers. serve: paceline serve --planner, which starts this service. "
         "compose: docker compose, through the docker engine at --docker-socket. kubernetes: the API server",
         GROUP,
     )
@@ -34,7 +34,7 @@ class PlannerConfig(ServiceConfig, PlannerOptions):
     )
     compose_prefix: str = option(
         "",
-        "what stands in front of the roles in the names of the project's services, such as second- if the workers are "
+        "text before the role in the names of the project's services, such as second- if the workers are "
         "those of second-prefill and second-decode; --cluster names their cluster",
         GROUP,
     )

@@ -26,7 +26,10 @@ class PlannerOptions(Options):
         at_least=0,
     )
     itl_seconds: float = option(
-        0.1, "the same for the time between two tokens, in seconds; 0 is no objective", GROUP, at_least=0
+        0.1,
+        "objective of the planner for the time between tokens, in seconds; 0 is no objective",
+        GROUP,
+        at_least=0,
     )
     objective_share: float = option(
         0.95,

@@ -29,11 +29,11 @@ class Work:
     """An object has only the members that its schema names, unless the schema speaks of others."""
     rules: Rules = field(default_factory=Rules)
     reasons: list[str] = field(default_factory=list)
-    """Why parts of the schema are impossible."""
+    """Sentences that say why parts of the schema are impossible."""
     spelled: int = 0
     """Characters of given texts that have all their spellings in the grammar."""
     steps: dict[Fraction, float | None] = field(default_factory=dict)
-    """What the library reads as a `multipleOf` with decimals; None if it cannot read it."""
+    """The spelling of a `multipleOf` with decimals that the library reads; None if there is none."""
 
 
 @dataclass
@@ -187,7 +187,7 @@ class Builder(ABC):
         return found or ([self.notation.fallback] if self.notation.fallback else [])
 
     def one_of(self, scalars: Scalars) -> Element:
-        """Return an element for one of these scalars; an impossible one if there are none."""
+        """Return an element that matches any of these scalars; one that matches nothing if there are none."""
         ways = self.ways_of(scalars)
         if len(ways) == 1 and len(ways[0]) == 1:
             return ways[0][0]

@@ -118,7 +118,7 @@ class Conjunctions:
         """Keys of the scalars in lists by the identity of the lists, which are kept so that identities stay unique."""
 
     def spend(self, steps: int) -> None:
-        """Count work. Raises ConstraintError if it is too much."""
+        """Add to the work that was done for this schema. Raises ConstraintError if the sum is too large."""
         self._steps -= steps
         if self._steps < 0:
             raise ConstraintError("it is too large to be enforced; make it smaller, especially combinations of schemas")

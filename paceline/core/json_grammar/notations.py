@@ -27,7 +27,7 @@ class Notation:
     names: tuple[Quoting, ...] = (IN_JSON,)
     """Ways to write the name of a member. A given name is written in the first of them that can write it."""
     fallback: Quoting | None = IN_JSON
-    """The way to write a given text or name that no other way can write; None if it cannot be written then."""
+    """Spelling of a given text or name if no other spelling can write it; None if there is no further one."""
     any_value: str = ""
     """An expression for every value, if all values are read from their text; otherwise ""."""
     words: Mapping[object, str] = field(default_factory=lambda: {True: '"true"', False: '"false"', None: '"null"'})
@@ -46,7 +46,7 @@ class Notation:
     inside: Notation | None = None
     """The notation of arrays and objects if it is another one."""
     of_member: Callable[[frozenset[str]], Notation] | None = None
-    """For a notation of arguments: returns the notation of an argument by the types as which it is read."""
+    """Function of a notation of arguments: takes the types of an argument and returns the argument's notation."""
 
 
 def _free_of(mark: str) -> str:

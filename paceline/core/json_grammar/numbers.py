@@ -27,7 +27,7 @@ _TOO_LARGE: Bound = (Fraction(18 * 10**307), True)
 
 
 def fraction(value: float | int) -> Fraction:
-    """Return a number of a schema as its digits say it."""
+    """Return a number of a schema as an exact fraction of its decimal digits."""
     return Fraction(value) if isinstance(value, int) else Fraction(Decimal(repr(value)))
 
 

@@ -130,7 +130,7 @@ def add_texts(
     found: Scalars,
     others: Callable[[Quoting], list[tuple[str, bool]]] = lambda quoting: [],
 ) -> None:
-    """Add the ways to write the texts that fit facts.
+    """Add terminals for the texts that fit the facts about a value.
 
     Args:
         others: returns more terminals that a text must match, or must not match.

@@ -51,7 +51,7 @@ IN_SINGLE_QUOTES = Escaping(
     {"'": "'", **{character: letter for character, letter in _SHORT.items() if character not in '"/'}},
     has_codes=True,
 )
-"""As in JSON, for a text between single quotes."""
+"""Escapes as in JSON, for a text between single quotes."""
 PLAIN = Escaping(r"(.|\n)", ALL, {}, has_codes=False)
 """All characters stand for themselves."""
 
@@ -128,7 +128,7 @@ class Quoting:
         return "".join(character_set(((ord(each), ord(each)),), every_way, self.escaping) for each in text)
 
     def constant(self, text: str, *, briefly: bool = False) -> str:
-        """Return an expression of a terminal for exactly this text.
+        """Return a terminal's expression that matches exactly this text.
 
         Args:
             briefly: allow only the text itself and its spelling with escapes of all characters outside ASCII.

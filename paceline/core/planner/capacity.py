@@ -34,11 +34,11 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The room of one decode worker."""
+    """Capacity of one decode worker: sequences that it can run, and its KV memory."""
 
     max_seqs: float
     kv_tokens: float
-    """0 if unknown, or if workers share it."""
+    """Tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:

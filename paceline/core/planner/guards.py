@@ -1,4 +1,4 @@
-"""Guards, which forbid actions whatever the load needs. Each one returns its reason, or nothing."""
+"""Guards: rules that forbid actions even if the load needs them. Each one returns its reason, or nothing."""
 
 from __future__ import annotations
 

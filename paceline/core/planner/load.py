@@ -62,12 +62,12 @@ class Series:
     trend: float = 0.0
     values: int = 0
     made: tuple[float, ...] = ()
-    """Forecasts whose intervals have not come yet, oldest first."""
+    """Forecasts of intervals that have not come yet, oldest first."""
     errors: tuple[float, ...] = ()
-    """Newest differences between values and what was forecast for them."""
+    """Newest differences between measured values and their forecasts."""
 
     def add(self, value: float, ahead: int) -> Series:
-        """Return this with the value of one more interval, and a forecast for `ahead` intervals later."""
+        """Return the series with the value of one more interval, and with a forecast for `ahead` intervals later."""
         after = self._follow(value)
         made, errors = after.made, after.errors
         if len(made) >= ahead:
@@ -141,7 +141,8 @@ class ClassLoad:
         )
 
     def end_interval(self, ahead: int) -> ClassLoad:
-        """Return this after an interval between two forecasts has ended. Forecasts are for `ahead` intervals later."""
+        """Return the load with the interval closed: its arrivals enter the history, and the next interval starts empty.
+        Forecasts are for `ahead` intervals later."""
         seconds, arrivals, prompt_tokens, finished, answer_tokens = self.interval
         if seconds <= 0:
             return self

@@ -36,9 +36,9 @@ class RoleMemory:
     grown: Change | None = None
     shrunk: Change | None = None
     relapses: int = 0
-    """How often the role had to grow again after it had shrunk, under the same load."""
+    """Number of times that the role had to grow again after it had shrunk, under the same load."""
     short_since: float | None = None
-    """Since when fewer workers are ready than wanted."""
+    """Instant since which fewer workers are ready than wanted."""
     targets: tuple[tuple[float, int], ...] = ()
     """Instants and targets of recent reports. Workers drain only down to the largest of them."""
     floor: int = 0
@@ -59,7 +59,7 @@ class PlanningState:
     since: float = 0.0
     """Since when every report has come, with nothing missing in it."""
     busy_at: float = 0.0
-    """When there was a request last, as far as reports tell."""
+    """Instant of the last request that reports show."""
     slow_at: float | None = None
     """Instant of the newest forecast."""
     load: LoadSample | None = None

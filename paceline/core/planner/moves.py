@@ -31,7 +31,7 @@ class Moves:
     """Number of workers of every role after the actions so far."""
     actions: list[Action] = field(default_factory=list)
     held: list[str] = field(default_factory=list)
-    """Why the fleet is not as it should be."""
+    """Reasons why the fleet differs from its targets after these actions."""
 
     def __post_init__(self) -> None:
         self._guards = Guards(self.outlook)
@@ -40,7 +40,7 @@ class Moves:
         self._shrinks = dict.fromkeys(self.wanted, 0)
 
     def choose(self) -> None:
-        """Choose all actions."""
+        """Choose the actions of this decision: what to start, drain, flip or keep, role by role."""
         lacking = {role: self.targets[role] - self.wanted[role] for role in self.wanted}
         coming = {role: self._flip_into(role, lack) for role, lack in lacking.items() if lack > 0}
         for role in self.wanted:

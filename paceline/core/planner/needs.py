@@ -132,7 +132,7 @@ def _unmeasured(role: Role, outlook: Outlook) -> RoleNeed:
 
 
 def by_load(role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: Outlook, scale: float) -> float:
-    """Return the workers that keep the objectives under this load."""
+    """Return the number of workers of a role with which requests meet the objectives under this load."""
     if role == "prefill":
         return capacity.prefill_workers(classes, times, scale)
     if role == "encode":

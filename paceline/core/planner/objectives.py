@@ -54,7 +54,7 @@ class Objectives:
     """By name of the class. A class that is missing has the objectives of `default`."""
     default: Latency = Latency(ttft=2.0, itl=0.1)
     roles: Mapping[Role, RoleLimits] = field(default_factory=dict)
-    """A role that is missing has no workers."""
+    """Limits of each role. A role without an entry has no workers."""
     budget: int | None = None
     """Most devices that all workers take together, draining ones included; None is no limit."""
     advisory: bool = False
@@ -67,7 +67,7 @@ class Objectives:
     """Time between two forecasts. Fast decisions keep the workers that the newest one needs. A worker drains only if
     neither of the last two needs it."""
     idle_seconds: float = 300.0
-    """How long there must be no request before the last workers of a role may leave."""
+    """Seconds without a request after which the last workers of a role may leave."""
     stale_seconds: float = 15.0
     """Reports older than this are lost. The fleet does not shrink while one is lost."""
 

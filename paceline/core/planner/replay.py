@@ -36,7 +36,7 @@ class Entry:
     report: Report
     decision: Decision
     digest: str
-    """Of the planner's state after the decision."""
+    """Digest of the planner's state after the decision."""
     kind: Literal["entry"] = "entry"
 
 

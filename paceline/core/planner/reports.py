@@ -26,7 +26,7 @@ class Steps:
     context: float
     """Mean number of tokens whose KV a step read, over all of its sequences."""
     seconds: Distribution
-    """How long the steps took."""
+    """Times of the steps, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class WorkerReport:
     host: str = ""
     state: State = "ready"
     state_seconds: float = 0.0
-    """How long the worker has been in this state."""
+    """Seconds since the worker entered this state."""
     age: float = 0.0
-    """How long ago the worker described itself. An old report says nothing about the present load."""
+    """Seconds since the worker described itself. An old report says nothing about the present load."""
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
@@ -57,7 +57,7 @@ class WorkerReport:
     flips_to: tuple[Role, ...] = ()
     """Roles that the worker can take without a restart."""
     loss: float = 0.0
-    """What is lost if this worker ends, in tokens that would be computed again. The least loss leaves first."""
+    """Tokens that would be computed again if this worker ended. The worker with the least loss leaves first."""
     steps: tuple[Steps, ...] = ()
 
 
@@ -70,16 +70,17 @@ class RoleReport:
     pinned: int | None = None
     """Number of workers that a person has set. It wins over every decision until the person releases it."""
     grown_seconds: float | None = None
-    """How long ago a planner's decision made `wanted` larger; None if none did, or if nobody knows. A planner that has
-    not seen the change itself must not reverse it either."""
+    """Seconds since a planner's decision made `wanted` larger; None if no decision did, or if this is unknown. A
+    planner that has not seen the change itself must not reverse it either."""
     shrunk_seconds: float | None = None
     """The same for a decision that made `wanted` smaller."""
     startup_seconds: float = 60.0
-    """From the wish for a worker until it is ready: a high percentile of recent starts, or an estimate."""
+    """Seconds from the decision to add a worker until it is ready: a high percentile of recent starts, or an
+    estimate."""
     drain_seconds: float = 30.0
-    """From the start of a drain until the worker has ended: a high percentile, or an estimate."""
+    """Seconds from the start of a drain until the worker has ended: a high percentile, or an estimate."""
     flip_seconds: float = 5.0
-    """From the start of a flip away from this role until the worker is ready in the other one."""
+    """Seconds from the start of a flip away from this role until the worker is ready in its new role."""
     shares_cores: bool = False
     """Whether a further worker would only share the cores of those that are there. True if none was seen yet."""
 
@@ -97,11 +98,11 @@ class Traffic:
     waiting: int = 0
     """Requests that wait for a worker now, at the end of the interval."""
     oldest_wait: float = 0.0
-    """How long the first of them has waited."""
+    """Seconds for which the first waiting request has waited."""
     prompt_tokens: Distribution = field(default_factory=Distribution)
     """Lengths of the prompts that arrived."""
     cached_tokens: int = 0
-    """How many of the tokens of started prompts were found in caches."""
+    """Tokens of started prompts that were found in caches."""
     started_tokens: int = 0
     """All tokens of prompts that were started, so that `cached_tokens` is a share of them."""
     answer_tokens: Distribution = field(default_factory=Distribution)
@@ -127,8 +128,8 @@ class Report:
     roles: Mapping[Role, RoleReport]
     """Every role that this fleet may have."""
     traffic: Mapping[str, Traffic]
-    """By class of requests."""
+    """The requests of the last interval, by their class."""
     traffic_age: float = 0.0
-    """How long ago the oldest of the gateways' figures was made. Gateways that do not answer make this large."""
+    """Age in seconds of the oldest figures of a gateway. A gateway that does not answer makes this large."""
     gateways_lost: int = 0
     """Number of gateways that are members and whose figures are missing."""

@@ -53,7 +53,7 @@ class Observed:
     """Medians of workers, oldest first."""
 
     def add(self, steps: Steps) -> Observed:
-        """Return this with one more observation. The load of the newest ones counts most."""
+        """Return the observations with one more added. The newest ones count most."""
         share = 1 / (1 + min(len(self.seconds), _KEPT // 2))
         return Observed(
             self.tokens + share * (steps.tokens - self.tokens),

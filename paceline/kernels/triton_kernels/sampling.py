@@ -1,4 +1,4 @@
-"""The choice of tokens on the GPU, where the logits are. The host waits for nothing."""
+"""The choice of tokens on the GPU that holds the logits. The host waits for nothing."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Fields:
         return value
 
     def common(self) -> dict[str, Any]:
-        """Return the arguments of ModelConfig that all architectures read in the same way."""
+        """Return those arguments of ModelConfig that every architecture reads in the same way."""
         dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ModelError(f"dtype {dtype} is not supported; supported are: bfloat16, float16, float32")

@@ -24,9 +24,9 @@ from paceline.services.common.secret import Secret
 CLOCK_SECONDS = 30.0
 """Time by which the clocks of two hosts of a cluster may differ, in seconds."""
 HOST_SERVICE = "kvtransfer"
-"""What workers mean by --kvtransfer-address, which may be a name that kvtransfer itself does not know."""
+"""Target of calls to the address of --kvtransfer-address, which may be a name that kvtransfer itself does not know."""
 ANY_SERVICE = "*"
-"""What a health check from the command line means. Proofs with it are good for health checks alone."""
+"""Target of health checks from the command line. A proof for this target is valid for health checks alone."""
 REFUSAL = (
     "the caller does not have the secret of this service; start both with the same --auth-token-file, "
     "and restart the one that has an older secret"
@@ -105,7 +105,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
     This includes health checks and calls of methods that do not exist.
 
     Args:
-        known_as: what callers may mean by this server. It may grow.
+        known_as: names by which callers may address this server. The collection may grow.
     """
 
     def __init__(self, secret: Secret, known_as: Collection[str]) -> None:

@@ -10,9 +10,8 @@ K = TypeVar("K")
 
 
 class Avoided(Generic[K]):
-    """Keys that are avoided until their time is over. Then they may be tried again.
-
-    Each time is random, so that processes that saw the same failure do not all try again at once.
+    """Keys, such as links, that are avoided for a random time after a failure. The time is random so that processes
+    that saw the same failure do not all try again at once.
 
     Args:
         seconds: the shortest and the longest time for which a key is avoided, in seconds.

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class News:
-    """A part of what has happened since the last reading."""
+    """Changes of members since the last reading, or a part of these changes."""
 
     changed: list[Member] = field(default_factory=list)
     """Members that are new, and members with new figures."""

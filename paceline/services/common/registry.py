@@ -87,16 +87,16 @@ class Member:
     """Path of the Unix socket from which gateways on the same host read events. Decode workers only."""
     load: LoadReport = dataclasses.field(default_factory=LoadReport)
     host: HostReport = dataclasses.field(default_factory=HostReport)
-    """Set by kvtransfer services only."""
+    """State of the host's memory; set by kvtransfer services only."""
     metrics: Sequence[MetricFamily] = ()
     keys: Sequence[KeyUse] = ()
     """Set by gateways only."""
     traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
     """Set by gateways only."""
     work: WorkReport = dataclasses.field(default_factory=WorkReport)
-    """Set by prefill, decode and encode workers only."""
+    """Steps and requests of a worker for the planner; set by prefill, decode and encode workers only."""
     plan: PlanReport = dataclasses.field(default_factory=PlanReport)
-    """Set by planners only."""
+    """The planner's newest decisions; set by planners only."""
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
     wire: WireVersions = OURS
@@ -104,7 +104,7 @@ class Member:
     release: str = paceline.__version__
     """"" if it is of an earlier release that does not say it."""
     beats: bool = True
-    """Whether it writes beats. Members of earlier releases do not."""
+    """Whether the member writes beats. Members of earlier releases write none."""
 
     def to_bytes(self) -> bytes:
         """Return the member as a message, which `MemberSignatures` signs for Redis."""

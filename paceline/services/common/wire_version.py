@@ -49,9 +49,9 @@ class WireVersions(NamedTuple):
 
 
 OURS = WireVersions(1, 1)
-"""What this release speaks."""
+"""Versions that this release speaks."""
 UNNAMED = WireVersions(1, 1)
-"""What releases speak that do not say it."""
+"""Versions that a release is assumed to speak if it does not say so."""
 
 
 def mismatch(who: str, theirs: WireVersions, ours: WireVersions = OURS) -> str:

@@ -1,4 +1,4 @@
-"""The gateway: the HTTP API, and what decides which workers run a request.
+"""The gateway: the HTTP API, and the decisions which workers run a request.
 
 A request passes the rooms from top to bottom; imports go the same way.
 

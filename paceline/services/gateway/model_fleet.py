@@ -220,7 +220,7 @@ class ModelFleet:
     def waiting_requests(self) -> int:
         """Return how many sequences wait for a worker to have room, at all gateways.
 
-        What others say is up to a second old.
+        The figures of other gateways are up to a second old.
         """
         others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)

@@ -51,7 +51,8 @@ class Arena:
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
-        """Return an arena of an owner that ended without removing it, or None. If there are several, return any."""
+        """Return an arena whose owner ended without removing it; any of them if there are several, None if there is
+        none."""
         for path in folder.glob(f"{_prefix(owner)}*.arena"):
             if (descriptor := _lock_stale(path)) is not None:
                 arena = cls.__new__(cls)

@@ -28,7 +28,7 @@ class Channels:
     """Channels by address. Each is opened at its first use, and kept for later uses until `sweep` or `close`.
 
     Args:
-        credentials: what the channels show to the services, and want to see of them.
+        credentials: credentials that the channels show to the services, and demand of them.
     """
 
     def __init__(self, credentials: Credentials) -> None:

@@ -64,7 +64,7 @@ class Evacuation:
         return await asyncio.shield(self._running)
 
     async def close(self) -> None:
-        """End a run under way."""
+        """Cancel the running evacuation, if there is one."""
         if self._running is not None:
             await end_tasks(self._running)
 

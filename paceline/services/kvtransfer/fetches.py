@@ -43,7 +43,7 @@ TRANSFER_SECONDS = Family(
 )
 
 SILENCE_SECONDS = 5.0
-"""Longest time between two messages of a source, which sends one every second."""
+"""Seconds without a message after which a source has failed. A source sends one every second."""
 
 Call = (
     grpc.aio.UnaryStreamCall[pb.ExportRequest, pb.ExportEvent]

@@ -9,7 +9,8 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 
 class Flights(Generic[Caller]):
-    """Callers that lack links of their contexts' chains. A caller brings its links or waits for another that does."""
+    """Callers that lack blocks of their contexts on this host. A caller fetches its blocks, or waits for another caller
+    that fetches the first of them."""
 
     def __init__(self) -> None:
         self._flying: dict[Caller, frozenset[bytes]] = {}
@@ -34,7 +35,7 @@ class Flights(Generic[Caller]):
         return False
 
     def end(self, caller: Caller) -> list[Caller]:
-        """Remove a caller that has succeeded, has failed, or has given up bringing or waiting.
+        """Remove a caller whose fetch has ended, however it ended, or that no longer waits for another caller's fetch.
 
         Returns:
             The callers that waited for it. They have to ask again.

@@ -51,14 +51,15 @@ class HostOptions:
     lease_seconds: float
     """Time in seconds after which a lease ends if it is not renewed."""
     credentials: Credentials
-    """What this service shows to services of other hosts, and wants to see of them."""
+    """Credentials that this service shows to services of other hosts, and demands of them."""
     enough_tokens: int = 0
     """Tokens for which the arena has blocks, or one longest context if this is more; 0 uses all of kv_memory_bytes."""
     disk: DiskOptions | None = None
     """Options of the disk tier below the arena; None if there is none."""
     make_transports: MakeTransports = lambda memory: ()
     cache_policy: Callable[[int], CachePolicy] = LRU
-    """Makes the policy that chooses the blocks to evict, given the number of slots. For the arena and the disk tier."""
+    """Function that takes a number of slots and returns the policy that chooses the blocks to evict, for the arena and
+    the disk tier."""
     clock: Callable[[], float] = field(default_factory=AwakeClock)
     """The ledger's clock in monotonic seconds. By default it counts the seconds in which this process ran."""
 

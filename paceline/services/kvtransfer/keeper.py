@@ -1,4 +1,4 @@
-"""The periodic work on a ledger: end the leases whose time is over, and check the ledger's consistency."""
+"""The periodic work on a ledger: end expired leases, and check the ledger's consistency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The places of sealed blocks in their contexts, which tell the cache policy which block needs which."""
+"""The places of sealed blocks in their contexts. They tell the cache policy which other block a block is useless
+without."""
 
 from __future__ import annotations
 

@@ -73,8 +73,7 @@ class Prefixes:
     async def copy(self, source: str, chains: Sequence[Sequence[bytes]]) -> int:
         """Cache prefixes of a host that leaves, the most valuable first. Return the number of blocks that came.
 
-        It ends early if a prefix does not come, or if so many blocks have come that more would cost this host too much
-        of its own cache.
+        It stops early if a prefix does not come, or if more blocks would take too much of this host's own cache.
         """
         most, copied = self._ledger.counts().total // _COPIED_SHARE, 0
         for hashes in chains:

@@ -12,7 +12,7 @@ from paceline.services.common.pins import is_count
 from paceline.services.platforms.platform import PlatformState
 
 KEPT_SECONDS = 3600.0
-"""How long the time of a change is remembered. No guard of the planner looks back as far."""
+"""Seconds for which the time of a change is remembered. No guard of the planner looks back so far."""
 
 
 class Changes(NamedTuple):
@@ -65,9 +65,8 @@ class Asked:
             await pipeline.execute()
 
     def edits(self, state: PlatformState) -> dict[Role, int]:
-        """Return the numbers that people have set at the platform itself, and take its present numbers as known.
-
-        A platform that has given workers up wants fewer, which is nobody's edit.
+        """Return the numbers of workers that people have set at the platform itself, and remember the present numbers.
+        A platform that has given up a worker wants fewer, but nobody has set this number.
         """
         edits: dict[Role, int] = {}
         for role, counts in state.roles.items():
@@ -80,7 +79,7 @@ class Asked:
         return edits
 
     async def changes(self) -> dict[Role, Changes]:
-        """Return when planners have changed each role. Raises RedisError."""
+        """Return the times at which planners last changed each role. Raises RedisError."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for role in ROLES:
                 pipeline.pttl(f"{self._key}:grown:{role}")

@@ -17,7 +17,7 @@ from paceline.services.planner.asked import Changes
 from paceline.services.platforms.platform import Ability, PlatformState
 
 LOST_SECONDS = 60.0
-"""How long a member that vanished without draining is reported as lost, in seconds."""
+"""Seconds for which a member that vanished without draining is reported as lost."""
 MEMORIES = 8
 """Newest starts, drains and flips of a role from whose longest one the next is estimated."""
 

@@ -67,9 +67,9 @@ class Container:
     role: str
     """The present role of its worker."""
     runs: bool
-    """Whether it runs, or is started again when it ends."""
+    """Whether the container runs, or is started again when it ends."""
     leaves: bool
-    """Whether it ends after its worker has drained, or is being removed."""
+    """Whether the container ends after its worker has drained, or is being removed."""
     serves: bool
     """Whether its worker is ready."""
     is_dead: bool
@@ -212,7 +212,8 @@ class ComposePlatform:
                 await self._copy(copies[0], number)
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        """See `Platform.flip`. A container that starts again has the role of its service again, so this is refused."""
+        """See `Platform.flip`. This platform refuses it, because a container that starts again has the role of its
+        service again."""
         raise UnavailableError("a container of docker compose cannot keep another role than that of its service")
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from paceline.core.errors import ConfigError, UnavailableError
 Json = dict[str, Any]
 
 CALL_SECONDS = 10.0
-"""Deadline of a call."""
+"""Deadline of a call to the API, in seconds."""
 WATCH_SECONDS = 60
 """The API server ends a watch after so many seconds. A connection that is dead is noticed soon after this time."""
 PAGE = 500

@@ -144,7 +144,7 @@ def is_newer(version: str, other: str) -> bool:
 
 
 def living(pods: Iterable[Pod]) -> list[Pod]:
-    """Return the pods that were not told to end."""
+    """Return the pods that Kubernetes has not told to end."""
     return [pod for pod in pods if not pod.ending]
 
 

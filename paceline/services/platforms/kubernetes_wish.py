@@ -1,4 +1,4 @@
-"""The wanted number of workers, as the objects of the cluster say it."""
+"""The wanted numbers of workers, read from and written to the objects of the cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Wish:
     prefill: int
     decode: int
     before: int | None = None
-    """The replicas that a change under way replaces; None if none is under way."""
+    """Number of replicas before the change that is under way; None if there is no such change."""
 
     @property
     def total(self) -> int:

@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple, Protocol
 from paceline.core.planner.reports import Role
 
 Ability = Literal["choose", "flip", "spread"]
-"""What not every platform can do: end a worker by its id (`choose`), give a worker another role (`flip`), and start a
-worker on a machine with free cores (`spread`)."""
+"""Abilities that not every platform has: end a worker by its id (`choose`), give a worker another role (`flip`), and
+start a worker on a machine with free cores (`spread`)."""
 
 
 class KnownWorker(NamedTuple):

@@ -63,5 +63,5 @@ class GpuPlaces:
         return self._workers[gpu] > 1
 
     def give_back(self, gpu: str) -> None:
-        """Note that a worker has ended."""
+        """Free the place of a worker that has ended."""
         self._workers[gpu] -= 1

@@ -40,7 +40,7 @@ class ManagedProcess:
         self._child: Child | None = None
 
     async def start(self) -> Child:
-        """Start a process."""
+        """Launch the process, at the address of its predecessor if there was one, and return it."""
         launching = asyncio.ensure_future(self._launch(self._address))
         try:
             self._child = await asyncio.shield(launching)

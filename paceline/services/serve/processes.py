@@ -1,4 +1,4 @@
-"""Start, restart and stop of the processes of a stack."""
+"""Starts, restarts and stops the processes of a stack."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class Processes:
         return ManagedProcess(launch, _wait_ready, warn)
 
     def worker(self, worker: ServedWorker, *arguments: str, label: str = "", has_gpu: bool = False) -> ManagedProcess:
-        """Make the process of a worker, which starts in the role that the worker has then.
+        """Make the process of a worker. At each start, the process gets the role that the worker has at that time.
 
         Args:
-            has_gpu: whether it gets a GPU, and sees no other one.
+            has_gpu: whether the process gets a GPU. It sees no other GPU.
         """
 
         async def launch(address: str) -> Child:
@@ -133,7 +133,7 @@ class Processes:
         return supervision
 
     async def start(self, process: ManagedProcess, on_broken: OnBroken) -> ManagedProcess:
-        """Start a process, and again whenever it ends, until `stop`."""
+        """Start a process, and start it again whenever it ends, until `stop` is called."""
         await process.start()
         self._supervisions[process] = self.supervise(process, on_broken)
         return process

@@ -34,7 +34,7 @@ class ServedWorker:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     """Tasks that must be cancelled before the process is stopped."""
     waits: bool = False
-    """Whether it is to drain and goes on to serve until another worker of its role is ready."""
+    """Whether the worker is to drain, but serves until another worker of its role is ready."""
 
 
 class WorkerFleet:

@@ -60,7 +60,7 @@ class EncodeHandler:
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
         """Send `Opened`, then `InputNeeded`, or `Encoded` and signs of life until this is cancelled.
 
-        There are none while the encoder stands still, so the gateway gives the call up after a while.
+        While the encoder makes no progress, no sign of life is sent, so the gateway gives the call up after a while.
 
         Raises:
             BusyError: there are too few free blocks.

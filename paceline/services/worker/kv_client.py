@@ -1,4 +1,4 @@
-"""A worker's operations on blocks, which the kvtransfer service of its host carries out."""
+"""The client with which a worker asks the kvtransfer service of its host for operations on blocks."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ class KVClient:
         """Publish the blocks at a tail of a context that are not full, and give them up.
 
         Args:
-            copied: whether these are the copies in the spare blocks. If not, call `release` next.
+            copied: whether the tail is a copy in the spare blocks. If not, call `release` next.
         """
         keep = pb.Keep(key=key_to_pb(key), tail=pb.Tail(length=tail.length, name=tail.name))
         if copied:

@@ -76,16 +76,16 @@ class ShownDecision(_Value):
     line: str
     """The reason, in one line."""
     actions: tuple[str, ...] = ()
-    """What was done, such as "add prefill: 3"."""
+    """The actions in words, such as "add prefill: 3"."""
     effect: str = ""
-    """What it did, such as "ready after 61 s; TTFT p99 4.10 s before, 1.20 s after"."""
+    """The effect in words, such as "ready after 61 s; TTFT p99 4.10 s before, 1.20 s after"."""
 
 
 class ShownSimulation(_Value):
     """One simulation."""
 
     name: str
-    """What was simulated, in a few words."""
+    """Name of the simulated fleet, in a few words."""
     load: str
     """The trace or the described load."""
     profile: str
@@ -112,9 +112,9 @@ class SimulationReport(_Value):
     """Simulations of one load that are compared with each other."""
 
     simulations: tuple[ShownSimulation, ...] = Field(min_length=1)
-    """The first one is the one that was asked for; the others are alternatives to it."""
+    """The simulations: first the one that was asked for, then its alternatives."""
     notes: tuple[str, ...] = ()
-    """What the comparison shows."""
+    """Sentences about the results of the comparison."""
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)

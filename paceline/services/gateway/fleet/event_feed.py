@@ -54,8 +54,8 @@ class Mailbox(Generic[T]):
 
 
 InboxItem = list[Token] | worker_pb2.DecodeEvent | Exception
-"""What an inbox receives: tokens without logprobs that arrived together, any other event, or an error, which is always
-last."""
+"""An entry of an inbox: tokens without logprobs that arrived together, any other event, or an error, which is always
+the last entry."""
 
 
 class Inbox(Mailbox[InboxItem]):

@@ -16,7 +16,8 @@ class FleetSummary:
     max_model_len: int
     """The longest context that a ready decode worker takes, even if it is set aside; 0 if none is ready."""
     max_computing_len: int
-    """The same for work that needs no decoding: of prefill workers, or of decode workers without a prefill worker."""
+    """Longest context in tokens for work that needs no decoding: that of prefill workers, or of decode workers if there
+    is no prefill worker."""
     has_prefill_worker: bool
     """Whether a prefill worker is ready and not set aside."""
     has_decode_worker: bool

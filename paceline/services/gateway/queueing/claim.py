@@ -19,11 +19,11 @@ class Demand:
     prompt_seconds: float = 0.0
     """Time to compute its prompt if a worker had nothing else to do."""
     first_token_by: float | None = None
-    """When the objective of its class is missed; None if it has none."""
+    """Instant after which the first token misses the objective of the request's class; None without an objective."""
     percentile: float = 0.99
     """Share of requests that meet the objective."""
     deadline: float | None = None
-    """When its client gives up; None if it did not say."""
+    """Instant at which the client gives up; None if the client did not say."""
     waited: float = 0.0
     """Seconds for which it has waited before it came into the queue, because no worker was ready."""
     fingerprint: int = 0
@@ -42,21 +42,22 @@ class QueueClaim:
     request_class: str = DEFAULT
     """Name of its class, for metrics."""
     first: bool = False
-    """Whether it had been admitted and lost its worker; then it waits without a time limit."""
+    """Whether the request was admitted before and lost its worker. Such a request waits without a time limit."""
     patient: bool = False
-    """Whether its client is already being served; then it waits without a time limit."""
+    """Whether the request's client is already being served. Such a request waits without a time limit."""
     background: bool = False
     """Whether nobody waits for it. Then it is never in the queue: it is refused if others wait or if there is no room,
     and its caller tries again later. A patient one tries until there is room."""
     is_stranded: Callable[[], bool] = lambda: False
-    """Returns whether no worker that is there can ever take it, but others may be served. If it is `first`, they do not
-    wait for it then."""
+    """Function that returns whether none of the present workers can ever take the request, though they may serve other
+    requests. If the request is `first`, the others do not wait for it then."""
     measure: Callable[[], Demand] = Demand
-    """Returns what it needs. This takes some time, so it is only called if the request has to wait."""
+    """Function that returns the demand of the request. The call takes some time, so it is made only if the request has
+    to wait."""
 
     @property
     def is_ordinary(self) -> bool:
-        """Whether it may be refused while it waits."""
+        """Whether the request may be refused while it waits."""
         return not (self.first or self.patient)
 
 

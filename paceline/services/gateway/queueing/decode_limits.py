@@ -18,7 +18,7 @@ MARGIN = 0.9
 """A gap above this part of its objective is long, so that the limit is found before the objective is missed."""
 DECREASE = 0.9
 CREDIT_INTERVALS = 10
-"""A late step makes many gaps long at once. So what an interval leaves of its allowance counts in later ones."""
+"""Intervals for which allowance that was not used is kept. A single late step makes many gaps long at once."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class WaitingEntry:
     """A request in the queue."""
 
     owner: str = ""
-    """Whose request it is. Requests of one owner and priority keep their order."""
+    """Owner of the request, such as a key. Requests of one owner and priority keep their order."""
     weight: float = 1.0
     """Share of the work that the owner gets, relative to others that wait."""
     priority: int = 0

@@ -15,7 +15,7 @@ from paceline.services.gateway.routing.candidates import Candidate, Need, Snapsh
 FED_SECONDS = 0.25
 """Time for which the prompts in a worker's own queue keep it busy."""
 FED_TOKENS = 1024
-"""The same in tokens of prompts, for a worker that has not measured its rate yet."""
+"""Tokens of prompts that keep a worker busy if it has not measured its rate yet."""
 
 
 def is_fed(worker: Candidate, prompt_tokens: float = math.inf) -> bool:

@@ -1,8 +1,8 @@
 """Requests that were refused and told when to come back. Pure logic: all instants are of one clock, in seconds.
 
-A refused request has a place in a virtual queue until it was to come back. Later requests are told to come after it. So
-the times that clients are told spread by themselves, and a client that comes when it was told finds room. Not all come
-back: the share that did lately says how much of the promised work counts.
+A refused request keeps a place in a virtual queue until the time at which its client was told to return. Later requests
+are told to come after it. So the times spread by themselves, and a client that returns at its time finds room. Not all
+clients return: promised work counts by the share that returned lately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Promise:
     work: float
     due: float
     ends: float
-    """When nobody expects it any more."""
+    """Instant after which the request is not expected any more."""
     fingerprint: int
     """A hash of the request, by which it is recognised."""
     ticket: int

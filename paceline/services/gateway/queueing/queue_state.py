@@ -36,9 +36,9 @@ class Turn(WaitingEntry):
     claim: QueueClaim
     demand: Demand = field(default_factory=Demand)
     late_after: float = float("inf")
-    """When its objective or its deadline is missed."""
+    """Instant after which the request misses its objective or its deadline."""
     asks: bool = False
-    """Whether it tries to be admitted just now."""
+    """Whether the request tries to be admitted just now."""
     aside: bool = False
     """Whether later requests do not wait for it: its answer takes long, or only workers that are gone could take it."""
     refusal: NoRoomError | None = None
@@ -83,7 +83,7 @@ class QueueState(Generic[T]):
         return itertools.chain(self._again, self._order)
 
     def next(self) -> T | None:
-        """Return the first entry that is not set aside, or None: it is the one that may try.
+        """Return the entry that may try next: the first one that is not set aside; None if there is none.
 
         Entries that were held back let shorter prompts pass. If there are none, the first of them tries again.
         """

@@ -23,7 +23,7 @@ class Need:
     prompt_tokens: int = 1
     """Tokens that exist already: the prompt, and what earlier attempts generated. Their KV is computed or reused."""
     cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """For each host id, how many of these tokens the host has cached. A hint."""
+    """Number of these tokens that a host has cached, by host id. A hint."""
     layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """For each host id, the fingerprint of its KV layout, if known."""
     refused: frozenset[str] = frozenset()
@@ -85,7 +85,8 @@ class Candidate:
 
     @property
     def has_room(self) -> bool:
-        """Whether this gateway's own calls leave room. The worker decides: it knows the calls of all gateways."""
+        """Whether this gateway may send the worker another call: it has fewer than `max_seqs` of its own there. The
+        worker decides: it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs
 
     @property
@@ -119,7 +120,7 @@ class Placement:
     cached_tokens: int = 0
     """Tokens of the prompt that the computing worker will then find in its cache; a hint."""
     least_cached_tokens: int = 0
-    """Cached tokens without which the decode worker must not compute the prompt."""
+    """Least number of cached tokens with which the decode worker may compute the prompt itself."""
 
     @property
     def computing(self) -> Member:

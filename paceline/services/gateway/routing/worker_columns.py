@@ -25,7 +25,7 @@ class Figures:
     """The figures of some workers of a kind: an array for each.
 
     Args:
-        index: where the workers are among all of their kind.
+        index: positions of the workers among all workers of their kind.
         host: numbers of their hosts.
         values: the other figures, [column, worker], as `KindColumns.put` writes them.
     """
@@ -143,7 +143,7 @@ class WorkerClass:
     fitting: int
     """Index of one of them: its longest context is long enough."""
     open: Figures
-    """Those that can take the request now."""
+    """Workers that can take the request now."""
 
 
 def decayed(tokens: float | Floats, age: float | Floats, half_life: float) -> Floats:

@@ -18,7 +18,7 @@ from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictErr
 T = TypeVar("T")
 
 CONFLICT_SECONDS = (0.02, 0.1, 0.5)
-"""Mean pauses before a transaction that stood in another one's way runs again."""
+"""Mean pauses, in seconds, before a transaction that conflicted with another one runs again."""
 
 Check = Callable[[Execute], None]
 """A condition of a write, which is looked at in the transaction of this write. Raises an error if it does not hold."""

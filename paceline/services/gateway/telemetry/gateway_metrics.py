@@ -56,7 +56,7 @@ class GatewayMetrics:
         self._responses.labels(handler, method, str(status)).inc()
 
     def count_refusal(self, model: str, request_class: str, reason: Reason) -> None:
-        """Count a request that is refused. `model` is "" if it is not known."""
+        """Count a request that is refused. `model` is "" if the model is not known."""
         self._refused.labels(model, request_class, reason).inc()
 
     def render(self) -> bytes:

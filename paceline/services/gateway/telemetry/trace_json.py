@@ -13,7 +13,7 @@ from paceline.services.gateway.sequences.trace_facts import EncodingTrace, Gaps,
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 EARLIER = 10
-"""Largest number of older requests with the same id that a trace names."""
+"""Limit of the older requests with the same id that a trace names."""
 
 Json = dict[str, Any]
 Clock = Callable[[float | None], float | None]
