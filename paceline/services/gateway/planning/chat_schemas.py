@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -252,12 +253,22 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 Tools = Annotated[list[ToolDefinition], Field(min_length=1)]
 
 
+def _finite(text: str) -> float:
+    """Return the number that a text means, or the largest double of its sign: JSON cannot write infinity."""
+    largest = sys.float_info.max
+    return min(max(float(text), -largest), largest)
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
+
+
 def _call_for_template(call: ToolCall) -> Json:
     function = call.function
     arguments: object = function.arguments if function.arguments is not None else {}
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments or "{}")
+            parsed = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_refuse)
         except (ValueError, RecursionError):
             parsed = None  # an answer that was cut off, or nested too deeply; the template gets it as it is
         if isinstance(parsed, dict):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -17,12 +19,14 @@ from paceline.services.gateway.api.responses.conversation_store import (
     MAX_ID_CHARACTERS,
     Conversation,
     ConversationStore,
+    duplicate_item,
 )
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
 from paceline.services.gateway.api.responses.schemas import Metadata
 from paceline.services.gateway.http.access.callers import owner_of
 from paceline.services.gateway.http.access.decisions import DECISIONS
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.memory import BYTE_COST, memory_of
 from paceline.services.gateway.http.pool import aside
 from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.media.parts import name_places
@@ -101,7 +105,7 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
         after: str | None = None,
     ) -> Response:
         await find(conversation_id, request)
-        items = await store.page(conversation_id, after, limit + 1, order)
+        items = await store.page(conversation_id, after, limit + 1, order, counting(request))
         return await aside(request, lambda: JSONResponse(_page(items[:limit], len(items) > limit)))
 
     @router.post(PATH + "/{conversation_id}/items", response_model=None, responses=answers(InputItems))
@@ -114,7 +118,7 @@ def add_conversations(router: APIRouter, store: ConversationStore | None) -> Non
     @router.get(PATH + "/{conversation_id}/items/{item_id}", response_model=None, responses=answers(Item))
     async def get_item(conversation_id: str, item_id: str, request: Request) -> Response:
         await find(conversation_id, request)
-        if (item := await store.item(conversation_id, item_id)) is None:
+        if (item := await store.item(conversation_id, item_id, counting(request))) is None:
             raise _no_item(item_id)
         return await aside(request, JSONResponse, item)
 
@@ -145,7 +149,17 @@ def stored_items(items: list[InputItem]) -> list[Json]:
             raise InvalidRequestError(f"{place}: send the item itself, not a reference to it", place)
         if len(item.id or "") > MAX_ID_CHARACTERS:
             raise InvalidRequestError(f"{place}.id must have at most {MAX_ID_CHARACTERS} characters", f"{place}.id")
-    return [item.stored(uuid.uuid4().hex) for item in items]
+    stored = [item.stored(uuid.uuid4().hex) for item in items]
+    counts = Counter(item["id"] for item in stored)
+    if doubled := next((item_id for item_id, count in counts.items() if count > 1), None):
+        raise duplicate_item(doubled)
+    return stored
+
+
+def counting(request: Request) -> Callable[[int], None]:
+    """Return what counts bytes that a request reads from the store. It raises HTTPException 413 or 429."""
+    memory, owner = memory_of(request), owner_of(request)
+    return lambda size: memory.take(owner, BYTE_COST * size)
 
 
 def _page(items: list[Json], has_more: bool) -> Json:
