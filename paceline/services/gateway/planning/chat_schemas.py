@@ -246,7 +246,36 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedToolsOptions(Body):
+    """The field `allowed_tools` of OpenAI's `tool_choice`."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    """A `tool_choice` among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsOptions
+
+
+def _kind_of_choice(data: Any) -> str:
+    if isinstance(data, str):
+        return "word"
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+"""The choice among the tools that a model is told of."""
+WantedToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[NamedTool, Tag("named")],
+    Discriminator(_kind_of_choice),
+]
+"""The choice that a client sends."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

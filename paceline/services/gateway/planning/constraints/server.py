@@ -118,7 +118,7 @@ class _Child:
     connection: socket.socket | None = None
     """The socket of the trial that runs; None if none runs."""
     waiting_trial: bytes | None = None
-    """The model's index of a trial that the child has not taken after an earlier one; None if there is no such trial."""
+    """The model's index of a trial that the child, which has worked before, has not taken yet; None if none is."""
     has_worked: bool = False
     """Whether it has ended a trial."""
     deadline: float = math.inf
