@@ -77,6 +77,8 @@ async def test_ids_of_items_are_unique_so_that_pages_end(agents: Stack) -> None:
     recite(agents, "done")
     again: Any = [two, two]
     await agents.openai.responses.create(model="toy", conversation=made.id, input=again, extra_body=SEED)
+    page = await conversations.items.list(made.id, order="asc", limit=100)
+    assert len({item.id for item in page.data}) == len(page.data) == 5
     assert await texts(agents, made.id, limit=1) == ["one", "two", "two", "two", "done"]
 
 
