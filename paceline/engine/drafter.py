@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.media import MediaSpan
 from paceline.engine.rows import Inputs, Rows
-from paceline.engine.sampler import Draft, SamplingRow, propose
+from paceline.engine.sampler import Draft, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
@@ -118,8 +118,7 @@ def draft_next(
         The draft, and whether it would be the row's last token.
     """
     fixed = rows.row(row)
-    context = SamplingRow(fixed.sampling, rows.context(row, end), fixed.prompt_len, fixed.allowed)
-    draft = propose(logits, context, draws, chooser)
+    draft = propose(logits, rows.sampling_row(row, end, fixed.allowed), draws, chooser)
     rows.token_ids[row, end] = draft.token
     return draft, fixed.ends(draft.token, end + 1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.core.types import Token
 from paceline.engine.constraint import Constraints
 from paceline.engine.rows import Rows
-from paceline.engine.sampler import SamplingRow, as_draw, best_of, sample
+from paceline.engine.sampler import as_draw, best_of, sample
 from paceline.engine.step import Chunk
 from paceline.kernels.choosing import Draw, TokenChooser
 from paceline.kernels.interface import Logits
@@ -102,7 +102,7 @@ class RowSampler:
                 token = Token(chosen[index])
             else:
                 mask = masks[index] if masks is not None else fixed.allowed
-                how = SamplingRow(fixed.sampling, state.context(row, length + index), fixed.prompt_len, mask)
+                how = state.sampling_row(row, length + index, mask)
                 token = sample(logits[own[index]], how, draft if self._probabilistic else None, self._chooser)
             tokens.append(token)
             is_draft = draft is not None and token.id == draft.token

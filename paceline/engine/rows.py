@@ -18,8 +18,9 @@ from paceline.core.kv_layout import KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
 from paceline.engine.row_media import EncodingReader, MediaPiece, RowMedia
-from paceline.engine.sampler import Draft, allowed_mask, takes_best
+from paceline.engine.sampler import Draft, SamplingRow, allowed_mask, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
+from paceline.engine.token_counts import TokenCounts
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.transfer import to_device
 from paceline.models.base import EncodedRows
@@ -99,6 +100,7 @@ class Rows:
         self.media = RowMedia(count, whole_media, encodings, device)
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
+        self._counts: list[TokenCounts | None] = [None] * count
         self._layout = layout
         self._device = device
         self._on_host = device.type == "cpu"
@@ -121,6 +123,7 @@ class Rows:
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()
+                self._counts[row] = None
                 self.drafter_lengths[row], self.undraftable[row] = update.drafter_len, False
                 self.media.assign(update)
             for table, slots in zip(self._tables, update.tables):
@@ -205,6 +208,19 @@ class Rows:
     def context(self, row: int, length: int | None = None) -> np.ndarray:
         """Return the row's first `length` tokens: int32 [length], which may include drafts. By default, the context."""
         return self.token_ids[row, : self.lengths[row] if length is None else length]
+
+    def sampling_row(self, row: int, length: int, mask: np.ndarray | None) -> SamplingRow:
+        """Return what sampling needs after the row's first `length` tokens, with drafts; valid until the next one.
+
+        Args:
+            mask: see `SamplingRow`.
+        """
+        fixed, settled, counts = self.row(row), self.lengths[row], self._counts[row]
+        if fixed.sampling.needs_history:
+            if counts is None:
+                counts = self._counts[row] = TokenCounts(self.context(row), fixed.prompt_len)
+            counts.follow(self.token_ids[row], settled, length)
+        return SamplingRow(fixed.sampling, self.context(row, length), fixed.prompt_len, mask, counts)
 
     def drafts_of(self, row: int) -> Sequence[Draft]:
         """Return the drafts after the context of a row."""

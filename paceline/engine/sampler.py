@@ -19,7 +19,9 @@ from torch import Tensor
 
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.engine.distribution import TokenDistribution, cut
+from paceline.engine.token_counts import TokenCounts
 from paceline.kernels.choosing import Draw, TokenChooser
+from paceline.kernels.transfer import to_device
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
@@ -46,6 +48,8 @@ class SamplingRow:
     mask: np.ndarray | None = None
     """Tokens that a grammar or the request allows: uint8 [bytes], one bit a token from the lowest bit on. At least one
     bit is set."""
+    counts: TokenCounts | None = None
+    """The counted tokens of the context; None to count them if penalties need them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +238,11 @@ def _ends_of_bad_words(row: SamplingRow) -> list[int]:
 
 def _penalise(logits: Tensor, row: SamplingRow) -> None:
     params = row.params
-    context = torch.tensor(row.token_ids, device=logits.device)
-    seen: Tensor = torch.unique(context)
-    values = logits[seen]
-    penalty = params.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    output, counts = torch.unique(context[row.prompt_len :], return_counts=True)
-    logits[output] -= params.presence_penalty + params.frequency_penalty * counts
+    counts = row.counts or TokenCounts(np.asarray(row.token_ids), row.prompt_len)
+    if (penalty := params.repetition_penalty) != 1.0:
+        seen = to_device(counts.context, logits.device)
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        output, times = (to_device(tensor, logits.device) for tensor in counts.output)
+        logits[output] -= params.presence_penalty + params.frequency_penalty * times

@@ -279,6 +279,10 @@ async def test_a_schema_holds_for_the_content(chat: Chat) -> None:
     ]
 
 
+def allowed(mode: str, *tools: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}
+
+
 async def test_the_choice_among_tools_is_enforced(chat: Chat) -> None:
     texts = {"text": "so", "find": CALL, "stop": SECOND, "both": f"{CALL}\n{SECOND}", "thought": THOUGHT.strip() + CALL}
     for fields, expected in (
@@ -288,6 +292,8 @@ async def test_the_choice_among_tools_is_enforced(chat: Chat) -> None:
         ({"tool_choice": "required", "parallel_tool_calls": False}, {"find", "stop", "thought"}),
         ({"parallel_tool_calls": False}, {"text", "find", "stop", "thought"}),
         ({"tool_choice": NAMED}, {"find", "thought"}),
+        ({"tool_choice": allowed("auto", NAMED)}, {"text", "find", "thought"}),
+        ({"tool_choice": allowed("required", NAMED)}, {"find", "thought"}),
     ):
         await chat.whole("so", tools=TOOLS, **fields)
         assert {name for name, text in texts.items() if chat.allows(text)} == expected, fields
@@ -312,6 +318,8 @@ async def test_what_contradicts_itself_is_refused(chat: Chat) -> None:
         ({"tools": []}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": allowed("auto", {"function": {"name": "look"}})}, "tool_choice"),
+        ({"tool_choice": allowed("auto", NAMED)}, "tool_choice"),
         ({"tools": [FIND, FIND]}, "tools"),
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ):

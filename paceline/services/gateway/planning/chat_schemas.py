@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -245,11 +246,50 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedToolsOptions(Body):
+    """The field `allowed_tools` of OpenAI's `tool_choice`."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedTools(Body):
+    """A `tool_choice` among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolsOptions
+
+
+def _kind_of_choice(data: Any) -> str:
+    if isinstance(data, str):
+        return "word"
+    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
+    return "allowed" if kind == "allowed_tools" else "named"
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+"""The choice among the tools that a model is told of."""
+WantedToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[NamedTool, Tag("named")],
+    Discriminator(_kind_of_choice),
+]
+"""The choice that a client sends."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 Tools = Annotated[list[ToolDefinition], Field(min_length=1)]
+
+
+def _finite(text: str) -> float:
+    """Return the number that a text means, or the largest double of its sign: JSON cannot write infinity."""
+    largest = sys.float_info.max
+    return min(max(float(text), -largest), largest)
+
+
+def _refuse(text: str) -> None:
+    raise ValueError(f"{text} is not JSON")
 
 
 def _call_for_template(call: ToolCall) -> Json:
@@ -257,7 +297,7 @@ def _call_for_template(call: ToolCall) -> Json:
     arguments: object = function.arguments if function.arguments is not None else {}
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments or "{}")
+            parsed = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_refuse)
         except (ValueError, RecursionError):
             parsed = None  # an answer that was cut off, or nested too deeply; the template gets it as it is
         if isinstance(parsed, dict):

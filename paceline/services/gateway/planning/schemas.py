@@ -10,12 +10,14 @@ from pydantic import Field, model_validator
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.planning.answer_format import Body, ContentFields
 from paceline.services.gateway.planning.chat_schemas import (
+    AllowedTools,
     CacheControl,
     ChatMessage,
     NamedTool,
     ReasoningEffort,
     ToolChoice,
     ToolDefinition,
+    WantedToolChoice,
 )
 from paceline.services.gateway.planning.media.parts import name_places
 from paceline.services.gateway.planning.named_request import NamedRequest
@@ -199,8 +201,8 @@ class ChatRequest(ChatFields, GenerationRequest):
     add_special_tokens: bool = False
     return_token_offsets: bool = False
     """Whether the rendered request tells which characters each token stands for. No answer of a model does."""
-    tool_choice: ToolChoice | None = None
-    """Default: auto if there are tools."""
+    tool_choice: WantedToolChoice | None = None
+    """Default: auto if there are tools. A choice among some tools removes the others from `tools`."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -216,13 +218,22 @@ class ChatRequest(ChatFields, GenerationRequest):
         if doubled := next((name for name, count in names.items() if count > 1), None):
             raise ApiError(400, f"tools: there are two functions of the name {doubled!r}", param="tools")
         choice = self.tool_choice
-        if choice not in (None, "none") and not names:
+        if choice is not None and choice != "none" and not names:
             raise ApiError(400, "tool_choice needs tools: give the functions that may be called", param="tool_choice")
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise ApiError(
-                400, f"tool_choice: no function of tools has the name {choice.function.name!r}", param="tool_choice"
-            )
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else []
+        chosen = [choice] if isinstance(choice, NamedTool) else chosen
+        if missing := next((tool.function.name for tool in chosen if tool.function.name not in names), None):
+            raise ApiError(400, f"tool_choice: no function of tools has the name {missing!r}", param="tool_choice")
+        if isinstance(choice, AllowedTools):
+            allowed = {tool.function.name for tool in chosen}
+            self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
         return self
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """The choice among `tools`, without those that are not allowed."""
+        choice = self.tool_choice
+        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
 
 
 class TokenizeRequest(ChatFields):

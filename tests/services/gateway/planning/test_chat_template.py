@@ -190,6 +190,14 @@ def test_arguments_are_an_object_or_their_text_as_the_template_wants(expression:
     assert ChatTemplate(source, SPECIAL).render(called("x", '{"b":"é","a":1.0}')) == expected
 
 
+@pytest.mark.parametrize("number", ["1E899", "-1e400"])
+def test_numbers_of_arguments_stay_numbers_of_json(number: str) -> None:
+    render = ChatTemplate("{{ messages[1].tool_calls[0].function.arguments | tojson }}", SPECIAL).render
+    written = render(called("x", f'{{"x": [{number}]}}'))
+    assert written.strip("}").endswith("1.7976931348623157e+308]")
+    assert ("-" in written) == number.startswith("-")
+
+
 def test_arguments_that_were_cut_off_are_text() -> None:
     source = "{{ messages[1].tool_calls[0].function.arguments }}"
     assert ChatTemplate(source, SPECIAL).render(called("x", '{"b": "é')) == '{"b": "é'

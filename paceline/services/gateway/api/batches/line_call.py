@@ -20,6 +20,8 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineR
     Args:
         caller: who made the batch. Limits of the key hold; the key itself is not needed.
     """
+    if line.body.get("stream"):
+        return LineReply(400, "", {"error": {"message": "stream: a batch has no streams; leave it out"}})
     # On a thread, because a line may be as large as a body.
     body = await asyncio.to_thread(lambda: json.dumps(line.body).encode())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]

@@ -261,8 +261,6 @@ def _check(body: CreateMessageBatch, most: int) -> None:
         place = f"requests[{index}]"
         if each.custom_id in seen:
             raise ApiError(400, f"{place}.custom_id: an earlier request has it, too", param=f"{place}.custom_id")
-        if each.params.get("stream"):
-            raise ApiError(400, f"{place}.params.stream: a batch has no streams", param=f"{place}.params.stream")
         seen.add(each.custom_id)
 
 

@@ -26,7 +26,7 @@ class ChatFormat(ResponseFormat):
         self._echo = last.text or "" if request.echo and last.role == "assistant" else ""
         self._shows_reasoning = request.include_reasoning
         self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
-        self._stop_for_calls = "stop" if isinstance(request.tool_choice, NamedTool) else "tool_calls"
+        self._stop_for_calls = "stop" if isinstance(request.choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
         """Choices with tool calls."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -102,12 +103,14 @@ class ConversationStore:
         await self._store.run(delete)
 
     async def append(self, conversation_id: str, owner: str, items: Sequence[Json]) -> None:
-        """Add items at the end. Raises InvalidRequestError if there is no room for them."""
+        """Add items at the end. Raises InvalidRequestError if there is no room for them, or an id is there already."""
 
         def append(execute: Execute) -> None:
             found = _get(execute, conversation_id, owner)
             if found is not None:
                 self.check_room(found, items)
+                if known := _known_ids(execute, conversation_id, items):
+                    raise duplicate_item(min(known))
             self._append(execute, conversation_id, owner, items)
 
         await self._store.run(append)
@@ -138,11 +141,17 @@ class ConversationStore:
         return await self._store.run(read)
 
     async def page(
-        self, conversation_id: str, after: str | None, limit: int, order: Literal["asc", "desc"]
+        self,
+        conversation_id: str,
+        after: str | None,
+        limit: int,
+        order: Literal["asc", "desc"],
+        take: Callable[[int], None],
     ) -> list[Json]:
         """Return at most `limit` items.
 
         Args:
+            take: counts bytes before the items are read, and may raise an error.
             after: id of the item before the first one; None begins at an end.
 
         Raises InvalidRequestError if there is no item `after`.
@@ -157,18 +166,26 @@ class ConversationStore:
                     raise InvalidRequestError(f"after: no item has the id {after!r}", "after")
                 where += f" AND number {'>' if order == 'asc' else '<'} :number"
                 fields["number"] = rows[0][0]
-            query = f"SELECT item FROM paceline_conversation_items WHERE {where} ORDER BY number {order} LIMIT :limit"
-            rows, _ = execute(query, fields)
+            items = f"FROM paceline_conversation_items WHERE {where} ORDER BY number {order} LIMIT :limit"
+            (((size,),), _) = execute(f"SELECT SUM(LENGTH(item)) FROM (SELECT item {items}) AS page", fields)
+            take(size or 0)
+            rows, _ = execute(f"SELECT item {items}", fields)
             return [json.loads(text) for (text,) in rows]
 
         return await self._store.run(read, writes=False)
 
-    async def item(self, conversation_id: str, item_id: str) -> Json | None:
-        """Return an item; None if there is none."""
-        query = "SELECT item FROM paceline_conversation_items WHERE conversation_id = :id AND item_id = :item"
-        fields = {"id": conversation_id, "item": item_id}
-        rows, _ = await self._store.run(lambda execute: execute(query, fields), writes=False)
-        return json.loads(rows[0][0]) if rows else None
+    async def item(self, conversation_id: str, item_id: str, take: Callable[[int], None]) -> Json | None:
+        """Return an item; None if there is none. See `page`."""
+
+        def read(execute: Execute) -> Json | None:
+            found = "FROM paceline_conversation_items WHERE conversation_id = :id AND item_id = :item"
+            fields = {"id": conversation_id, "item": item_id}
+            sizes, _ = execute(f"SELECT SUM(LENGTH(item)) {found}", fields)
+            take(sizes[0][0] or 0)
+            rows, _ = execute(f"SELECT item {found}", fields)
+            return json.loads(rows[0][0]) if rows else None
+
+        return await self._store.run(read, writes=False)
 
     async def delete_item(self, conversation_id: str, item_id: str) -> bool:
         """Delete an item. Return False if there is none."""
@@ -186,11 +203,17 @@ class ConversationStore:
             return
         found = _get(execute, conversation_id, owner)
         assert found is not None
+        known = _known_ids(execute, conversation_id, items)
         for number, (item, text) in enumerate(zip(items, texts, strict=True), found.entries - len(texts)):
+            item_id = item["id"]
+            if item_id in known:  # a response has it in its input; a page after it would begin at the first one
+                item_id = f"item_{uuid.uuid4().hex}"
+                text = json.dumps({**item, "id": item_id})
+            known.add(item_id)
             execute(
                 "INSERT INTO paceline_conversation_items (conversation_id, number, item_id, item) "
                 "VALUES (:id, :number, :item_id, :item)",
-                {"id": conversation_id, "number": number, "item_id": item["id"][:MAX_ID_CHARACTERS], "item": text},
+                {"id": conversation_id, "number": number, "item_id": item_id[:MAX_ID_CHARACTERS], "item": text},
             )
         self._make_room(execute, conversation_id, owner)
 
@@ -219,6 +242,18 @@ def _get(execute: Execute, conversation_id: str, owner: str) -> Conversation | N
         return None
     found, owner, created, metadata, entries, size = rows[0]
     return Conversation(found, owner, created, json.loads(metadata), entries, size)
+
+
+def _known_ids(execute: Execute, conversation_id: str, items: Sequence[Json]) -> set[str]:
+    """Return the ids of these items that a conversation has already."""
+    query = "SELECT item_id FROM paceline_conversation_items WHERE conversation_id = :id"
+    there = {item_id for (item_id,) in execute(query, {"id": conversation_id})[0]}
+    return {item["id"] for item in items if item["id"][:MAX_ID_CHARACTERS] in there}
+
+
+def duplicate_item(item_id: str) -> InvalidRequestError:
+    message = f"items: the conversation has an item with the id {item_id[:80]!r} already; send another id, or none"
+    return InvalidRequestError(message, "items")
 
 
 def _delete(execute: Execute, conversation_id: str) -> None:

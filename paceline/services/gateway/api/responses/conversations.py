@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -17,11 +19,13 @@ from paceline.services.gateway.api.responses.conversation_store import (
     MAX_ID_CHARACTERS,
     Conversation,
     ConversationStore,
+    duplicate_item,
 )
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
 from paceline.services.gateway.api.responses.schemas import Metadata
 from paceline.services.gateway.http.access.decisions import DECISIONS
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.memory import BYTE_COST
 from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.media.parts import name_places
@@ -114,7 +118,7 @@ class ConversationsApi:
         after: str | None = None,
     ) -> Response:
         await self._find(conversation_id, request)
-        items = await self._store.page(conversation_id, after, limit + 1, order)
+        items = await self._store.page(conversation_id, after, limit + 1, order, counting(request))
         return await aside(request, lambda: JSONResponse(_page(items[:limit], len(items) > limit)))
 
     async def add_items(self, conversation_id: str, body: AddItems, request: Request) -> Response:
@@ -125,7 +129,7 @@ class ConversationsApi:
 
     async def get_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
-        if (item := await self._store.item(conversation_id, item_id)) is None:
+        if (item := await self._store.item(conversation_id, item_id, counting(request))) is None:
             raise _no_item(item_id)
         return await aside(request, JSONResponse, item)
 
@@ -153,7 +157,17 @@ def stored_items(items: list[InputItem]) -> list[Json]:
             raise InvalidRequestError(f"{place}: send the item itself, not a reference to it", place)
         if len(item.id or "") > MAX_ID_CHARACTERS:
             raise InvalidRequestError(f"{place}.id must have at most {MAX_ID_CHARACTERS} characters", f"{place}.id")
-    return [item.stored(uuid.uuid4().hex) for item in items]
+    stored = [item.stored(uuid.uuid4().hex) for item in items]
+    counts = Counter(item["id"] for item in stored)
+    if doubled := next((item_id for item_id, count in counts.items() if count > 1), None):
+        raise duplicate_item(doubled)
+    return stored
+
+
+def counting(request: Request) -> Callable[[int], None]:
+    """Return what counts bytes that a request reads from the store. It raises HTTPException 413 or 429."""
+    scope = scope_of(request)
+    return lambda size: scope.memory.take(scope.owner, BYTE_COST * size)
 
 
 def _page(items: list[Json], has_more: bool) -> Json:

@@ -52,7 +52,9 @@ def derender_chat(
     plan = _plan(plan or _bare_plan([prompt_ids], _shown_logprobs(_scores_of([answer])), tokenizer), [answer])
     choices = _read([answer], plan, tokenizer)
     prompt_tokens = body.prompt_tokens if body.prompt_tokens is not None else len(prompt_ids)
-    whole = ChatFormat(request, plan, response_id, model, tokenizer).whole(choices, _usage(prompt_tokens, [answer]))
+    whole = ChatFormat(request, plan, response_id, model, tokenizer).whole(
+        choices, _usage(prompt_tokens, [answer], choices)
+    )
     return {**whole, "prompt_logprobs": answer.prompt_logprobs}
 
 
@@ -75,7 +77,7 @@ def derender_completion(
     prompt_tokens = sum(body.prompt_tokens if body.prompt_tokens is not None else map(len, prompts))
     choices = _read(answers, plan, tokenizer)
     whole = CompletionFormat(request, plan, response_id, model, tokenizer).whole(
-        choices, _usage(prompt_tokens, answers)
+        choices, _usage(prompt_tokens, answers, choices)
     )
     scores = [answer.prompt_logprobs for answer in answers for _ in answer.choices]
     for choice, own in zip(whole["choices"], scores, strict=True):
@@ -291,10 +293,11 @@ def _shown(entry: ChosenLogprob) -> int:
     return max(0, count - ((entry.rank or 1) > count))
 
 
-def _usage(prompt_tokens: int, answers: Iterable[TokensAnswer]) -> Json:
+def _usage(prompt_tokens: int, answers: Iterable[TokensAnswer], choices: Iterable[Delta]) -> Json:
     generated = sum(len(choice.token_ids) for answer in answers for choice in answer.choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": generated,
         "total_tokens": prompt_tokens + generated,
+        "completion_tokens_details": {"reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)},
     }

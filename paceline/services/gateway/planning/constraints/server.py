@@ -43,8 +43,8 @@ _SHORT_SECONDS = 0.2
 """A trial takes long after this time. Nearly all end before."""
 _MOST_IDLE = 4
 """Children that wait for their owners' next trials."""
-_GOES_ON, _ENDS = b"+", b"-"
-"""What a child says at the end of a trial: whether it takes another one."""
+_BEGINS, _GOES_ON, _ENDS = b"*", b"+", b"-"
+"""What a child says: that it has taken a trial; and at the trial's end, whether it takes another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +114,13 @@ class _Child:
     pid: int
     owner: bytes
     control: socket.socket
-    """Takes the sockets of trials to the child, which says at the end of each trial whether it goes on."""
+    """Takes the sockets of trials to the child, which answers as `_BEGINS` and the others say."""
     connection: socket.socket | None = None
     """The socket of the trial that runs; None if none runs."""
+    waiting_trial: bytes | None = None
+    """The model's index of a trial that the child, which has worked before, has not taken yet; None if none is."""
+    has_worked: bool = False
+    """Whether it has ended a trial."""
     deadline: float = math.inf
     next_look: float = math.inf
     """When to lower its priority, and then the deadline."""
@@ -160,7 +164,11 @@ class _Server:
         message, descriptors, *_ = socket.recv_fds(self._gateway, 1 + OWNER_BYTES, 1)
         if not message:
             return False
-        connection, owner = socket.socket(fileno=descriptors[0]), message[1:]
+        self._begin(message[:1], socket.socket(fileno=descriptors[0]), message[1:])
+        return True
+
+    def _begin(self, model: bytes, connection: socket.socket, owner: bytes) -> None:
+        """Give a trial to a child."""
         idle = [child for child in self._children.values() if child.connection is None]
         child = next((each for each in idle if each.owner == owner), None)
         if child is None:
@@ -169,10 +177,10 @@ class _Server:
             child = self._fork(owner)
         now = time.monotonic()
         child.connection = connection
+        child.waiting_trial = model if child.has_worked else None
         child.deadline, child.next_look = now + self._limits.seconds, now + _SHORT_SECONDS
         with contextlib.suppress(OSError):  # if the child has been killed, its end is heard
-            socket.send_fds(child.control, [message[:1]], [connection.fileno()])
-        return True
+            socket.send_fds(child.control, [model], [connection.fileno()])
 
     def _fork(self, owner: bytes) -> _Child:
         ours, theirs = socket.socketpair()
@@ -185,13 +193,23 @@ class _Server:
         return child
 
     def _hear(self, child: _Child) -> None:
-        """Take leave of a trial that has ended, or of its child."""
+        """Take leave of a trial that has ended, or of its child. Note that a trial has begun."""
         said, was_slow = b"", child.next_look == child.deadline
         with contextlib.suppress(OSError):
             said = child.control.recv(1)
+        if said == _BEGINS:
+            child.waiting_trial = None
+            return
+        if not said and child.connection is not None and (model := child.waiting_trial) is not None:
+            # The system ended the child while it waited for this trial. A new child takes it.
+            connection, child.connection = child.connection, None
+            self._end(child)
+            self._begin(model, connection, child.owner)
+            return
         if said and child.connection is not None:
             _close(child.connection)
             child.connection, child.deadline, child.next_look = None, math.inf, math.inf
+            child.has_worked = True
             self._children[child.control.fileno()] = self._children.pop(child.control.fileno())
         if said != _GOES_ON or was_slow:  # what has a low priority keeps it
             self._end(child)
@@ -228,6 +246,7 @@ class _Server:
                 message, descriptors, *_ = socket.recv_fds(control, 1, 1)
                 if not message:
                     break
+                control.sendall(_BEGINS)
                 limit_trial(self._limits)
                 with socket.socket(fileno=descriptors[0]) as connection:
                     _try(self._models[message[0]], connection)

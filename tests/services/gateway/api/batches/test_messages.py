@@ -75,13 +75,15 @@ async def results(batches: Any, batch_id: str) -> dict[str, Any]:
 async def test_each_request_gets_its_result(start_batches: StartBatches, clients: Clients) -> None:
     stack = await start_batches()
     batches = clients.of(stack)
-    made = await batches.create(requests=[request("a"), request("wrong", max_tokens=-1), request("m", model="no")])
+    made = await batches.create(
+        requests=[request("a"), request("wrong", max_tokens=-1), request("m", model="no"), request("s", stream=True)]
+    )
     assert made.id.startswith("msgbatch_")
     assert (made.type, made.processing_status, made.results_url) == ("message_batch", "in_progress", None)
-    assert (made.request_counts.processing, (made.expires_at - made.created_at).total_seconds()) == (3, 86400)
+    assert (made.request_counts.processing, (made.expires_at - made.created_at).total_seconds()) == (4, 86400)
     over = await ended(batches, made.id)
     counts = over.request_counts
-    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 1, 2, 0, 0)
+    assert (counts.processing, counts.succeeded, counts.errored, counts.canceled, counts.expired) == (0, 1, 3, 0, 0)
     assert over.ended_at is not None
     told = await results(batches, made.id)
     assert (told["a"].type, told["a"].message.role) == ("succeeded", "assistant")
@@ -89,6 +91,7 @@ async def test_each_request_gets_its_result(start_batches: StartBatches, clients
     assert (told["wrong"].error.type, told["wrong"].error.error.type) == ("error", "invalid_request_error")
     assert "max_tokens" in told["wrong"].error.error.message
     assert told["m"].error.error.type == "not_found_error"
+    assert (told["s"].error.error.type, "streams" in told["s"].error.error.message) == ("invalid_request_error", True)
     assert (await batches.delete(made.id)).type == "message_batch_deleted"
     with pytest.raises(anthropic.NotFoundError):
         await batches.retrieve(made.id)
@@ -171,7 +174,6 @@ REFUSED: list[tuple[Json, str]] = [
     ({"requests": [{"custom_id": "a b", "params": {}}]}, "requests[0].custom_id"),
     ({"requests": [{"custom_id": "x" * 65, "params": {}}]}, "requests[0].custom_id"),
     ({"requests": [request("a"), request("a")]}, "requests[1].custom_id"),
-    ({"requests": [request("a", stream=True)]}, "requests[0].params.stream"),
     ({"requests": [request(str(index)) for index in range(4)]}, "--max-batch-lines"),
 ]
 

@@ -12,6 +12,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.responses import conversation_store
 from paceline.services.gateway.api.responses.conversation_store import Conversation, ConversationStore
+from paceline.services.gateway.http import memory
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
 from tests.services.gateway.api.responses.conftest import SEED, call, prompt_of, recite
@@ -62,6 +63,35 @@ async def test_items_are_listed_added_and_deleted(agents: Stack) -> None:
             await lost(item.id or "", conversation_id=made.id)
     with pytest.raises(openai.BadRequestError, match="no item has the id"):
         await conversations.items.list(made.id, after=item.id or "")
+
+
+async def test_ids_of_items_are_unique_so_that_pages_end(agents: Stack) -> None:
+    conversations = agents.openai.conversations
+    one, two = ({**said(text), "id": f"msg_{text}"} for text in ("one", "two"))
+    for doubled in ([one, one], [one, two, one]):
+        with pytest.raises(openai.BadRequestError, match="id 'msg_one' already"):
+            await conversations.create(items=doubled)
+    made = await conversations.create(items=[one, two])
+    with pytest.raises(openai.BadRequestError, match="id 'msg_two' already"):
+        await conversations.items.create(made.id, items=[said("three"), two])
+    recite(agents, "done")
+    again: Any = [two, two]
+    await agents.openai.responses.create(model="toy", conversation=made.id, input=again, extra_body=SEED)
+    page = await conversations.items.list(made.id, order="asc", limit=100)
+    assert len({item.id for item in page.data}) == len(page.data) == 5
+    assert await texts(agents, made.id, limit=1) == ["one", "two", "two", "two", "done"]
+
+
+async def test_pages_of_items_take_memory_before_they_are_read(agents: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    conversations = agents.openai.conversations
+    made = await conversations.create(items=[{**said("x" * 1000), "id": f"msg_{index}"} for index in range(3)])
+    taken: list[int] = []
+    monkeypatch.setattr(memory.RequestMemory, "take", lambda self, owner, size: taken.append(size))
+    await conversations.items.list(made.id)
+    assert sum(taken) > 3 * 1000 * memory.BYTE_COST
+    taken.clear()
+    await conversations.items.retrieve("msg_1", conversation_id=made.id)
+    assert 1000 * memory.BYTE_COST < sum(taken) < 2000 * memory.BYTE_COST
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -145,6 +145,8 @@ async def test_a_chat_from_tokens(start_stack: StartStack, tmp_path: Path) -> No
     assert (chat["id"], chat["object"], chat["choices"][0]["finish_reason"]) == ("r", "chat.completion", "tool_calls")
     assert message["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"place": "here"}'}
     assert chat["usage"]["total_tokens"] == 6 + len(f"hm</think>well{call}") + 1
+    thought = await stack.post(f"{CHAT}/derender", generate_response=answer("<think>hm</think>well"), **body)
+    assert thought.json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     plain = (await stack.post(f"{CHAT}/derender", generate_response=answer("hm</think>well"))).json()
     assert plain["choices"][0]["message"]["content"] == "hm</think>well"
     assert plain["usage"]["prompt_tokens"] == 0

@@ -88,3 +88,16 @@ async def test_a_process_that_was_killed_while_it_waited_is_no_outage(desk: Desk
     os.kill(child, signal.SIGKILL)
     await until(lambda: not processes(desk))
     assert await desk.make("a", guided_regex="b")
+
+
+async def test_a_trial_whose_process_is_just_being_killed_goes_to_another(desk: Desk) -> None:
+    await desk.make("a", guided_regex="a")
+    (child,) = processes(desk)
+    os.kill(child, signal.SIGSTOP)  # so that the trial waits for it
+    trial = asyncio.create_task(desk.make("a", guided_regex="b"))
+    await until(lambda: desk.compiler.trials == 2)
+    await asyncio.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    assert await trial is not None
+    assert desk.compiler.trials == 2
+    assert child not in processes(desk)
