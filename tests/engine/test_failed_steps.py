@@ -124,7 +124,7 @@ class Host:
                     ends_of = [(own.arena_slot, own.pool_slot)[:: 1 if moves is batch.loads else -1] for own in moves]
                     if moves:
                         copy(*zip(*ends_of)).wait()
-                scheduler.copied(batch, 1e-3, 0.0)
+                scheduler.finish_copies(batch, 1e-3, 0.0)
             if (step := scheduler.plan()) is not None:
                 scheduler.apply(step, runner.execute(step))
             events += scheduler.take_events()
