@@ -22,7 +22,7 @@ from paceline.engine.sampler import score
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
 from paceline.kernels.caches import AnyCache, view_pool, view_states
 from paceline.kernels.choosing import TokenChooser
-from paceline.kernels.interface import Logits, Taps
+from paceline.kernels.interface import ForwardInputs, Logits, Taps
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
@@ -78,8 +78,8 @@ class ModelRunner:
             spans = locate_chunks(step.chunks, inputs.starts, inputs.batch.query_start)
             wanted = [len(span.hidden) for span in spans]
             with self._in_model():
-                own = (inputs.token_ids, inputs.positions, self._caches, inputs.batch)
-                hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=inputs.encoded)
+                forward = ForwardInputs(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
+                hidden = self._model.forward(forward, wanted, inputs.encoded)
             assert taps.broken is not None
             results = self._sample(hidden, spans, inputs, taps.broken)
             verified = time.perf_counter()
