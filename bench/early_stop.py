@@ -23,6 +23,7 @@ from bench.kernels import medians
 from bench.load import table
 from paceline.engine.loading import Loaded
 from paceline.engine.runner import layer_caches
+from paceline.kernels.interface import ForwardInputs
 from paceline.kernels.native import NativeKernels
 from paceline.models.config.fields import LAYER_TYPES
 from paceline.models.model_config import AttentionConfig, Gemma4Config, LayerType, ModelConfig, Rope
@@ -110,7 +111,8 @@ class Ours:
     def _run(self, begin: int, end: int, ends: bool) -> None:
         batch = make_batch(self._layout, 1, end - begin, end)
         wanted = [int(ends)] if self._stops else None
-        hidden = self._model.forward(self._ids[begin:end], torch.arange(begin, end), self._caches, batch, wanted=wanted)
+        inputs = ForwardInputs(self._ids[begin:end], torch.arange(begin, end), self._caches, batch)
+        hidden = self._model.forward(inputs, wanted)
         if ends:
             self._model.logits(hidden[-1:])
 

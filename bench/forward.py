@@ -22,7 +22,7 @@ from paceline.core.config import Quantization
 from paceline.core.kv_layout import KVLayout, make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.interface import Forward, Kernels
+from paceline.kernels.interface import Forward, ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files
@@ -111,7 +111,8 @@ def main() -> None:
             positions = torch.arange(context - count, context).repeat(requests)
             ids = torch.randint(0, models["torch"].config.vocab_size, (requests * count,))
             runs: list[Callable[[], object]] = [read.sum]
-            runs += [lambda m=model: m.forward(ids, positions, caches, batch) for model in models.values()]  # noqa: B023
+            inputs = ForwardInputs(ids, positions, caches, batch)
+            runs += [lambda m=model: m.forward(inputs) for model in models.values()]  # noqa: B023
             floor, *each = (seconds * 1e3 for seconds in medians(options.rounds, *runs))
             print(f"{name:<36}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
 

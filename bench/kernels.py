@@ -20,7 +20,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,8 @@ from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import rounds_blocks
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import AnyCache, LayerState, RecurrentState, view_pool, view_states
-from paceline.kernels.interface import Kernels, Taps
+from paceline.kernels.caches import LayerState, RecurrentState, view_pool, view_states
+from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import COMPRESSED
 from paceline.kernels.packed_weight import PackedWeight
@@ -139,22 +139,13 @@ def layers_pass(kernels: Kernels, weights: list[PackedWeight], x: Tensor) -> Cal
     nowhere = [LayerState((torch.empty(0),))]
     batch = AttentionBatch((0, len(x)), (len(x),), ())
 
-    def forward(
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-    ) -> Tensor:
-        rows = kernels.embed(token_ids, packed)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        rows = kernels.embed(inputs.token_ids, packed)
         # rows[:] makes a new tensor each time. Layers with the same input tensor would be joined into one operation.
         return [kernels.linear(rows[:], weight) for weight in weights][-1]
 
     compiled = kernels.compile(forward)
-    return lambda: compiled(ids, ids, nowhere, batch)
+    return lambda: compiled(ForwardInputs(ids, ids, nowhere, batch))
 
 
 def choose_case(name: str, shape: Shape, params: SamplingParams, rows: int) -> Case:

@@ -28,7 +28,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
 from paceline.kernels.choosing import Draw
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.models.model_config import ModelConfig
 
 MODELS = {"llama-8b": LLAMA_8B, "gemma-3-27b": GEMMA_27B}
@@ -98,7 +98,7 @@ def prepare(weights: RandomWeights, kernels: Kernels, own: Pass, device: torch.d
     last = slice(own.count - 1, None, own.count)
 
     def run() -> object:
-        logits = loaded.model.logits(loaded.model.forward(ids, positions, caches, batch)[last]).values
+        logits = loaded.model.logits(loaded.model.forward(ForwardInputs(ids, positions, caches, batch))[last]).values
         if loaded.chooser is None:
             return logits.argmax(1)
         return loaded.chooser.choose(logits, range(own.requests), [GREEDY] * own.requests)

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
-from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Logits, Taps
+from paceline.kernels.interface import ForwardInputs, Logits
 from paceline.models.base import EncodedRows, Model
 
 
@@ -113,18 +111,10 @@ class WatchedModel:
         self.layer_groups = model.layer_groups
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        wanted: Sequence[int] | None = None,
-        encoded: EncodedRows | None = None,
+        self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:
         self._clock.mark_forward()
-        hidden = self._model.forward(token_ids, positions, caches, batch, layers, taps, wanted, encoded)
+        hidden = self._model.forward(inputs, wanted, encoded)
         self._clock.mark_forward()
         return hidden
 

@@ -8,8 +8,9 @@ from paceline.engine.compute_pool import ComputePool
 from paceline.engine.limits import Limits
 from paceline.engine.prompt_order import piece_of
 from paceline.engine.request import Request
+from paceline.engine.residents import Residents
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Chunk, NeedsBlocks, SpareUnused
+from paceline.engine.step import Chunk, SpareUnused
 
 GROWTH_TOKENS = 64
 """Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
@@ -23,11 +24,12 @@ has to wait only for this chunk."""
 
 
 class ChunkPlanner:
-    """Chooses how many tokens of a request the next step computes, and notes in the request that they are in flight.
+    """Chooses how many tokens of a request the next step computes, and launches them.
 
     Args:
         pool: the memory in which the device computes.
-        emit: called when a request needs more blocks, or does not need its spare ones.
+        residents: hears of each launch, and asks for blocks.
+        emit: called when a request does not need its spare blocks.
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class ChunkPlanner:
         limits: Limits,
         speculation: Speculation,
         pool: ComputePool,
-        emit: Callable[[NeedsBlocks | SpareUnused], None],
+        residents: Residents,
+        emit: Callable[[SpareUnused], None],
     ) -> None:
         self._limits = limits
         self._speculation = speculation
         self._pool = pool
+        self._residents = residents
         self._emit = emit
 
     def decode_chunk(self, request: Request, drafts: int) -> Chunk | None:
@@ -48,7 +52,8 @@ class ChunkPlanner:
         Returns None if its blocks are full, or if it ends with the steps in flight.
         """
         self._ask_for_blocks(request)
-        limit, capacity = request.limit(self._limits.max_model_len), request.pool_capacity
+        limit = request.limit(self._limits.max_model_len)
+        capacity = request.capacity_of(self._pool.tables(request))
         least, most = request.least_len, request.most_len
         if least >= limit or most > capacity:
             return None
@@ -72,7 +77,7 @@ class ChunkPlanner:
         # For fewer tokens, another pass over the weights costs too much.
         if request.has_readers and left > 2 * LAST_CHUNK_TOKENS:
             left -= LAST_CHUNK_TOKENS
-        capacity = request.pool_capacity
+        capacity = request.capacity_of(self._pool.tables(request))
         end = min(start + piece_of(left, budget), capacity)
         if start < request.kept_len < end:  # a step can copy the state only where a chunk begins
             end = request.kept_len
@@ -87,9 +92,8 @@ class ChunkPlanner:
     def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
         copies = self._copy_tail(request, start)
         if samples:
-            request.unknown.append(length if follows else 1)
             request.drafts = self._choose_drafts(request)
-        request.in_flight += 1
+        self._residents.launch(request, (length if follows else 1) if samples else 0)
         assert request.row is not None
         end, prompt_len, leaves = start + length, request.prompt_len, request.only_first_token
         return Chunk(
@@ -131,5 +135,4 @@ class ChunkPlanner:
         most = request.limit(self._limits.max_model_len)
         if request.growing or request.only_first_token or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
             return
-        request.growing = True
-        self._emit(NeedsBlocks(request.key, min(wanted + GROWTH_TOKENS, most)))
+        self._residents.ask_for_blocks(request, min(wanted + GROWTH_TOKENS, most))

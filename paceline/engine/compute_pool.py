@@ -1,16 +1,16 @@
 """The memory that a device computes in: the host's arena itself, or a pool of its own above the arena.
 
 A request always has blocks in the arena (`Request.tables`). A device with a pool of its own has a copy of each block
-that a running request needs (`Request.pool_tables`). Full blocks are stored in the arena, where other workers find
-them. So a request can be swapped out at any time: only its last, partial blocks have to be stored then. A swap-in loads
-its blocks again. This file copies nothing: the engine takes each `CopyBatch`, has it copied, and reports that.
+that a running request needs (`ComputePool.tables`). Full blocks are stored in the arena, where other workers find them.
+So a request can be swapped out at any time: only its last, partial blocks have to be stored then. A swap-in loads its
+blocks again. This file copies nothing: the engine takes each `CopyBatch`, has it copied, and reports that.
 
 Pure, like the scheduler.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -47,10 +47,16 @@ class CopyBatch:
 
 
 class ComputePool(Protocol):
-    """The owner of `pool_tables`, `swapping_in` and `copies` of all requests."""
+    """The owner of the blocks in the pool, and of the copies into it and out of it."""
+
+    def tables(self, request: Request) -> list[list[int]]:
+        """Return the slots of a request that is in the pool: [groups][blocks]."""
+
+    def is_copying(self, request: Request) -> bool:
+        """Return whether blocks of the request are being copied into the pool or out of it."""
 
     def admit(self, request: Request, tokens_per_second: float) -> bool:
-        """Give a request its blocks in the pool. It cannot run while it is `swapping_in`.
+        """Give a request its blocks in the pool. It cannot run before their copies are finished.
 
         Args:
             tokens_per_second: speed at which prompts are computed; 0 if unknown.
@@ -62,14 +68,15 @@ class ComputePool(Protocol):
     def extend(self, request: Request) -> bool:
         """Give a request as many blocks in the pool as its tables have. Return False if too few slots are free."""
 
-    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        """Note that blocks are full. Must be called before `trimmed`, and both before `when_stored`."""
+    def note_sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+        """Note that blocks are full. Call this before `note_trimmed`, and both before `hold_until_stored`."""
 
-    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+    def note_trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         """Note that blocks before `first_kept_block` are no longer needed."""
 
-    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
-        """Return the events that can be sent now. `copied` returns the others when the sealed blocks are in the arena.
+    def hold_until_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+        """Return the events that can be sent now. `finish_copies` returns the others when the sealed blocks are in the
+        arena.
 
         Args:
             whole: store partial blocks, too.
@@ -81,11 +88,11 @@ class ComputePool(Protocol):
         Return nothing if too few slots of the pool are free.
         """
 
-    def tail_copied(self, request: Request, tail: Tail) -> None:
-        """Note that these copies were made. Must be called before `when_stored`."""
+    def store_tail(self, request: Request, tail: Tail) -> None:
+        """Store these copies, which were made, in the arena. Call this before `hold_until_stored`."""
 
     def drop_tail(self, request: Request) -> None:
-        """Note that these copies were made, but are of no use."""
+        """Give up these copies, which were made but are of no use."""
 
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
@@ -93,7 +100,7 @@ class ComputePool(Protocol):
     def take_copies(self) -> list[CopyBatch]:
         """Return new batches since the last call, in order."""
 
-    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
+    def finish_copies(self, copies: CopyBatch, seconds: float) -> list[Event]:
         """Note that a batch has been copied, in `seconds`; return the events that can be sent now."""
 
     def forget(self) -> int:
@@ -102,43 +109,51 @@ class ComputePool(Protocol):
     def counts(self) -> Counts | None:
         """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
+    def check(self, requests: Collection[Request]) -> list[str]:
+        """Return what is wrong with the pool if these are all requests, in sentences."""
+
 
 class ArenaPool:
     """The pool of a device that computes in the arena: nothing is ever copied."""
 
+    def tables(self, request: Request) -> list[list[int]]:
+        return request.tables
+
+    def is_copying(self, request: Request) -> bool:
+        return False
+
     def admit(self, request: Request, tokens_per_second: float) -> bool:
-        request.pool_tables = request.tables
         return True
 
     def extend(self, request: Request) -> bool:
         return True
 
-    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
+    def note_sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         pass
 
-    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+    def note_trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         pass
 
-    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+    def hold_until_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         return events
 
     def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
         partial = request.partial_blocks(request.kept_len)
         return tuple((request.tables[group][block], request.spare[group]) for group, block in partial)
 
-    def tail_copied(self, request: Request, tail: Tail) -> None:
+    def store_tail(self, request: Request, tail: Tail) -> None:
         pass
 
     def drop_tail(self, request: Request) -> None:
         pass
 
     def release(self, request: Request) -> None:
-        request.pool_tables = None
+        pass
 
     def take_copies(self) -> list[CopyBatch]:
         return []
 
-    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
+    def finish_copies(self, copies: CopyBatch, seconds: float) -> list[Event]:
         return copies.events
 
     def forget(self) -> int:
@@ -146,3 +161,6 @@ class ArenaPool:
 
     def counts(self) -> Counts | None:
         return None
+
+    def check(self, requests: Collection[Request]) -> list[str]:
+        return []

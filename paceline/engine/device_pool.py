@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.core.block_counts import Counts
@@ -11,7 +13,7 @@ from paceline.core.context import Tail
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
-from paceline.engine.request import Request
+from paceline.engine.request import LEAVING, Place, Request
 from paceline.engine.step import Event
 
 _WEIGHT = 0.1
@@ -35,13 +37,21 @@ class DevicePool:
         self._directory = directory
         self._groups = layout.groups
         self._pool = BlockPool(slots, len(layout.groups))
+        self._held: dict[Request, _HeldBlocks] = {}
         self._copies: list[CopyBatch] = []
         self._refused: Request | None = None
         """The request that has found too few free slots, while none have been given back since."""
         self._stores: list[BlockCopy] = []
-        """Copies to the arena of blocks that were sealed since the last `when_stored`."""
+        """Copies to the arena of blocks that were sealed since the last `hold_until_stored`."""
         self._block_seconds = 0.0
         """Average time to load a block; 0 if unknown."""
+
+    def tables(self, request: Request) -> list[list[int]]:
+        return self._held[request].tables
+
+    def is_copying(self, request: Request) -> bool:
+        held = self._held.get(request)
+        return held is not None and held.copies > 0
 
     def admit(self, request: Request, tokens_per_second: float) -> bool:
         if request is self._refused:
@@ -56,40 +66,37 @@ class DevicePool:
         if self._is_cheaper_computed(request, loads, tokens_per_second):
             request.start_over()
             return self.admit(request, tokens_per_second)
-        copies = CopyBatch(request, loads=self._give(request, blocks, found))
+        copies = CopyBatch(request, loads=self._give_tables(request, blocks, found))
         if copies.loads:
-            request.swapping_in = True
             self._submit(copies)
         return True
 
     def extend(self, request: Request) -> bool:
-        assert request.pool_tables is not None
-        missing = [len(table) - len(own) for table, own in zip(request.tables, request.pool_tables)]
+        tables = self.tables(request)
+        missing = [len(there) - len(here) for there, here in zip(request.tables, tables)]
         if sum(missing) > self._pool.available():
             return False
-        fresh = self._take(sum(missing))
-        for own, count in zip(request.pool_tables, missing):
-            own += fresh[:count]
+        fresh = self._take_slots(sum(missing))
+        for table, count in zip(tables, missing):
+            table += fresh[:count]
             del fresh[:count]
         return True
 
-    def sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        assert request.pool_tables is not None
+    def note_sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
         for block, digest in enumerate(hashes, first_block):
-            slot = request.pool_tables[group][block]
+            slot = self.tables(request)[group][block]
             self._pool.seal(slot, group, digest)
             self._store(BlockCopy(slot, request.tables[group][block], group, digest))
 
-    def trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
-        assert request.pool_tables is not None
-        table = request.pool_tables[group]
+    def note_trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
+        table = self.tables(request)[group]
         self._give_back([slot for slot in table[:first_kept_block] if slot != NO_SLOT])
         table[:first_kept_block] = [NO_SLOT] * first_kept_block
 
-    def when_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
+    def hold_until_stored(self, request: Request, events: list[Event], whole: bool = False) -> list[Event]:
         if whole:
             self._store_partial(request)
-        if not self._stores and not request.copies:
+        if not self._stores and not self.is_copying(request):
             return events
         if self._stores or events:
             self._submit(CopyBatch(request, stores=self._stores, events=events))
@@ -97,41 +104,39 @@ class DevicePool:
         return []
 
     def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
-        assert request.pool_tables is not None
         partial = request.partial_blocks(request.kept_len)
         if len(partial) > self._pool.available():
             return ()
-        request.pool_spare = self._take(len(partial))
-        sources = [request.pool_tables[group][block] for group, block in partial]
-        return tuple(zip(sources, request.pool_spare))
+        held = self._held[request]
+        held.tail = self._take_slots(len(partial))
+        return tuple((held.tables[group][block], slot) for (group, block), slot in zip(partial, held.tail))
 
-    def tail_copied(self, request: Request, tail: Tail) -> None:
-        for slot, (group, _) in zip(request.pool_spare, request.partial_blocks(tail.length)):
+    def store_tail(self, request: Request, tail: Tail) -> None:
+        for slot, (group, _) in zip(self._held[request].tail, request.partial_blocks(tail.length)):
             self._store(BlockCopy(slot, request.spare[group], group, tail.name, is_full=False))
         self.drop_tail(request)
 
     def drop_tail(self, request: Request) -> None:
-        self._give_back(request.pool_spare)
-        request.pool_spare = []
+        held = self._held[request]
+        self._give_back(held.tail)
+        held.tail = []
 
     def release(self, request: Request) -> None:
-        self.drop_tail(request)
-        if request.pool_tables is not None:
-            self._give_back_all(request)
+        if request in self._held:
+            self.drop_tail(request)
+            self._give_back(slots_tail_first(self._groups, self._held.pop(request).tables))
 
     def take_copies(self) -> list[CopyBatch]:
         copies, self._copies = self._copies, []
         return copies
 
-    def copied(self, copies: CopyBatch, seconds: float) -> list[Event]:
-        copies.request.copies -= 1
+    def finish_copies(self, copies: CopyBatch, seconds: float) -> list[Event]:
+        self._held[copies.request].copies -= 1
         self._publish(copies.stores)
         self._give_back([move.pool_slot for move in copies.stores])
         if len(copies.loads) >= _TELLING_LOADS:
             self._block_seconds = _average(self._block_seconds, seconds / len(copies.loads))
-        if copies.loads:
-            copies.request.swapping_in = False
-            self._take_in(copies.loads)
+        self._seal_loaded(copies.loads)
         return copies.events
 
     def forget(self) -> int:
@@ -143,6 +148,17 @@ class DevicePool:
 
     def counts(self) -> Counts | None:
         return self._pool.counts()
+
+    def check(self, requests: Collection[Request]) -> list[str]:
+        wrong = [f"{request.key} holds blocks, but is not here" for request in self._held.keys() - set(requests)]
+        for request in requests:
+            if request.place not in LEAVING and (request.place is Place.WAITING) == (request in self._held):
+                wrong.append(f"{request.key} is {request.place.name}, which does not fit its blocks in the pool")
+        if self._stores or any(held.copies for held in self._held.values()):
+            return wrong  # references of stores are known to their batches alone
+        slots = [slot for held in self._held.values() for table in (*held.tables, held.tail) for slot in table]
+        references, total = Counter(slots), self._pool.counts().total
+        return wrong + self._pool.check([references[slot] for slot in range(total)], [0] * total)
 
     def _needed(self, request: Request) -> Iterator[_Block]:
         """Yield the blocks that a request needs to continue."""
@@ -158,23 +174,24 @@ class DevicePool:
         """Return for each block the slot of the pool that has it already, or None."""
         return [self._pool.find(block.group, block.digest) if block.is_full else None for block in blocks]
 
-    def _give(self, request: Request, blocks: Sequence[_Block], found: Sequence[int | None]) -> list[BlockCopy]:
+    def _give_tables(self, request: Request, blocks: Sequence[_Block], found: Sequence[int | None]) -> list[BlockCopy]:
         """Make a request's tables in the pool from found slots and fresh ones. Return the loads into the fresh ones.
 
         The caller has made sure that enough slots are free.
         """
         self._pool.reuse([slot for slot in found if slot is not None])
-        fresh = iter(self._take(found.count(None)))
-        request.pool_tables = [[NO_SLOT] * len(table) for table in request.tables]
+        fresh = iter(self._take_slots(found.count(None)))
+        tables = [[NO_SLOT] * len(table) for table in request.tables]
+        self._held[request] = _HeldBlocks(tables)
         loads = []
         for block, known in zip(blocks, found):
-            slot = request.pool_tables[block.group][block.place] = next(fresh) if known is None else known
+            slot = tables[block.group][block.place] = next(fresh) if known is None else known
             if block.digest and known is None:
                 arena_slot = request.tables[block.group][block.place]
                 loads.append(BlockCopy(slot, arena_slot, block.group, block.digest, block.is_full))
         return loads
 
-    def _take_in(self, loads: Sequence[BlockCopy]) -> None:
+    def _seal_loaded(self, loads: Sequence[BlockCopy]) -> None:
         """Seal blocks that were loaded. From now on other requests find them."""
         full = [move for move in loads if move.is_full]
         for move in full:
@@ -194,8 +211,7 @@ class DevicePool:
         return True
 
     def _store_partial(self, request: Request) -> None:
-        assert request.pool_tables is not None
-        for number, (group, table) in enumerate(zip(self._groups, request.pool_tables)):
+        for number, (group, table) in enumerate(zip(self._groups, self.tables(request))):
             block, rest = divmod(request.filled_len(number), group.block_tokens)
             # A sealed block is complete in the arena, and others read it. Here it is being computed again.
             if rest and block >= request.sealed_blocks[number]:
@@ -207,7 +223,7 @@ class DevicePool:
         self._pool.share((move.pool_slot,))
         self._stores.append(move)
 
-    def _take(self, count: int) -> list[int]:
+    def _take_slots(self, count: int) -> list[int]:
         slots = self._pool.take(count)
         if self._directory is not None:
             self._directory.withdraw(slots)
@@ -222,14 +238,21 @@ class DevicePool:
         self._pool.give_back(slots)
         self._refused = None
 
-    def _give_back_all(self, request: Request) -> None:
-        assert request.pool_tables is not None
-        self._give_back(slots_tail_first(self._groups, request.pool_tables))
-        request.pool_tables = None
-
     def _submit(self, copies: CopyBatch) -> None:
-        copies.request.copies += 1
+        self._held[copies.request].copies += 1
         self._copies.append(copies)
+
+
+@dataclass(slots=True)
+class _HeldBlocks:
+    """The slots of one request in the pool."""
+
+    tables: list[list[int]]
+    """[groups][blocks]"""
+    tail: list[int] = field(default_factory=list)
+    """Slots with copies at `Request.kept_len`, until these are stored in `Request.spare`."""
+    copies: int = 0
+    """Batches of blocks that are being copied into the pool or out of it."""
 
 
 class _Block(NamedTuple):

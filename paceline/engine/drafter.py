@@ -16,7 +16,7 @@ from paceline.engine.sampler import Draft, propose
 from paceline.engine.step import Chunk
 from paceline.kernels.caches import AnyCache
 from paceline.kernels.choosing import TokenChooser
-from paceline.kernels.interface import Taps
+from paceline.kernels.interface import ForwardInputs, Taps
 from paceline.models.base import PADDING, EncodedRows, Model
 from paceline.models.model_config import ModelConfig
 
@@ -211,9 +211,9 @@ class ModelDrafter:
         if encoded is not None and not self._reads(encoded):
             # Drafts are worse then, but no token changes.
             token_ids, encoded = token_ids.index_fill(0, encoded.places, PADDING), None
-        own = (token_ids, inputs.positions, self._caches, batch, self._layers)
         taps = Taps()
-        hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=encoded)
+        forward = ForwardInputs(token_ids, inputs.positions, self._caches, batch, self._layers, taps)
+        hidden = self._model.forward(forward, wanted, encoded)
         assert taps.broken is not None
         broken = taps.broken.tolist()
         return hidden, [any(broken[begin:end]) for begin, end in pairwise(batch.query_start)]

@@ -248,7 +248,7 @@ class Engine:
 
     def _take_copied(self, copies: CopyBatch, seconds: float, waited: float, from_device: int) -> None:
         """Pass a copied batch on to the host thread. Called on the copy thread."""
-        self._inbox.put(partial(self._scheduler.copied, copies, seconds, waited, from_device))
+        self._inbox.put(partial(self._scheduler.finish_copies, copies, seconds, waited, from_device))
 
     def _end_copier(self) -> None:
         if self._copier is not None:

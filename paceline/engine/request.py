@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from enum import Enum
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
@@ -13,6 +14,32 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Grammar
 from paceline.engine.prompt_order import Arrival
 from paceline.engine.speculation import Acceptance
+
+
+class Place(Enum):
+    """The place of a request in the engine. `Residents` moves it; `residents.TRANSITIONS` has the possible moves."""
+
+    WAITING = "waiting"
+    """It has no blocks in the pool."""
+    LOADING = "loading"
+    """Its blocks are being copied into the pool."""
+    RUNNING = "running"
+    """Its blocks are in the pool, so steps may include it."""
+    SWAPPING_OUT = "swapping out"
+    """It leaves the pool until there is room again. Steps in flight or copies still use its blocks."""
+    PREEMPTED = "preempted"
+    """It leaves the engine to make room. The results of its steps in flight still count."""
+    ENDED = "ended"
+    """It leaves because the engine is done with it. The results of its steps in flight are dropped."""
+    REMOVED = "removed"
+    """It leaves because the service dropped it. The results of its steps in flight are dropped."""
+    GONE = "gone"
+    """Nothing uses its blocks any more, and the engine does not know it."""
+
+
+LEAVING = frozenset((Place.PREEMPTED, Place.ENDED, Place.REMOVED))
+"""Places of requests that leave the engine as soon as no step in flight includes them and no copy touches their blocks.
+"""
 
 
 @dataclass(slots=True)
@@ -78,22 +105,14 @@ class Request:
     """End of the last span of media; 0 if there is none."""
     sealed_blocks: list[int] = field(init=False)
     """[groups]: number of blocks at the front that are sealed."""
-    pool_tables: list[list[int]] | None = field(default=None, init=False)
-    """[groups][blocks]: slots of the pool that the device computes in; None while the request has no blocks there."""
-    pool_spare: list[int] = field(default_factory=list, init=False)
-    """Slots of the device's own pool with copies at `kept_len`, until they are stored in `spare`."""
-    swapping_in: bool = field(default=False, init=False)
-    """Whether blocks are being copied into the pool."""
-    copies: int = field(default=0, init=False)
-    """Batches of blocks that are being copied into the pool or out of it."""
-    swapping_out: bool = field(default=False, init=False)
-    """Whether the request leaves the pool until there is room again."""
+    place: Place = field(default=Place.WAITING, init=False)
     growing: bool = field(default=False, init=False)
-    """Whether the engine has asked for more blocks and has no answer yet."""
+    """Whether the engine has asked for more blocks and does not have them yet."""
     row: int | None = field(default=None, init=False)
     """Row of the device's state."""
-    in_flight: int = field(default=0, init=False)
-    """Launched steps that include the request and whose results have not come."""
+    launched: deque[int] = field(default_factory=deque, init=False)
+    """One number for each step in flight that includes the request: the most tokens that it can give. It is 0 for a
+    step that does not sample. Each other step gives at least one token."""
     drafts: int = field(default=0, init=False)
     """Tokens that the newest planned step drafts for the step after it."""
     acceptance: Acceptance | None = field(default=None, init=False)
@@ -105,9 +124,6 @@ class Request:
     """Tokens that the request came with."""
     planned_len: int = field(init=False)
     """Tokens at the front of the context that are computed or in flight."""
-    unknown: deque[int] = field(default_factory=deque, init=False)
-    """One number for each launched step that samples and whose results have not come: the most tokens that it can give.
-    Each gives at least one."""
 
     def __post_init__(self) -> None:
         self.media_end = self.context.media[-1].end if self.context.media else 0
@@ -128,20 +144,18 @@ class Request:
     @property
     def least_len(self) -> int:
         """Least tokens of the context after all launched steps."""
-        return len(self.token_ids) + len(self.unknown)
+        return len(self.token_ids) + len(self.launched) - self.launched.count(0)
 
     @property
     def most_len(self) -> int:
         """Most tokens of the context after all launched steps."""
-        return len(self.token_ids) + sum(self.unknown)
+        return len(self.token_ids) + sum(self.launched)
 
     @property
     def decodes(self) -> bool:
         """Whether all known tokens but the newest one are computed or in flight, so that the device continues by
         itself."""
-        if self.unknown:
-            return True
-        return self.left_len <= 1 and self.planned_len >= self.media_end
+        return any(self.launched) or (self.left_len <= 1 and self.planned_len >= self.media_end)
 
     @property
     def left_len(self) -> int:
@@ -179,20 +193,11 @@ class Request:
     @property
     def capacity(self) -> int:
         """Tokens that fit into the blocks."""
-        return self._capacity(self.tables)
+        return self.capacity_of(self.tables)
 
-    @property
-    def pool_capacity(self) -> int:
-        """Tokens that fit into the blocks of the pool."""
-        return 0 if self.pool_tables is None else self._capacity(self.pool_tables)
-
-    def _capacity(self, tables: list[list[int]]) -> int:
+    def capacity_of(self, tables: list[list[int]]) -> int:
+        """Return the number of tokens that fit into the blocks of tables [groups][blocks]."""
         return min(len(table) * group.block_tokens for table, group in zip(tables, self.layout.groups))
-
-    @property
-    def idle(self) -> bool:
-        """Whether neither a step nor a copy touches the blocks."""
-        return self.in_flight == 0 and self.copies == 0
 
     def start_over(self) -> None:
         """Compute the whole context again. Sealed blocks stay sealed."""

@@ -46,7 +46,7 @@ class Results:
             given = sum(len(chunk.tokens) for chunk in result.chunks)
             self._speculation.observe_step(tokens, given, result.drafted, result.seconds, result.draft_seconds)
 
-    def take(
+    def apply(
         self, request: Request, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float
     ) -> tuple[list[Event], bool]:
         """Bring a request up to date with the result of its chunk.
@@ -86,10 +86,10 @@ class Results:
         if hands_over:
             context_hash = request.context.name(request.layout.fingerprint, request.joined_len)
             filled = Filled(request.key, request.joined_len, context_hash)
-            events += self._pool.when_stored(request, [filled], whole=True)
+            events += self._pool.hold_until_stored(request, [filled], whole=True)
         elif leaves and request.has_tail:
             kept = Kept(request.key, self._tail(request, request.computed_len))
-            events += self._pool.when_stored(request, [kept], whole=True)
+            events += self._pool.hold_until_stored(request, [kept], whole=True)
         return events, leaves
 
     def _keep_copies(self, request: Request, chunk: Chunk) -> list[Event]:
@@ -101,8 +101,8 @@ class Results:
             self._pool.drop_tail(request)
             return [SpareUnused(request.key)]
         tail = self._tail(request, chunk.start)
-        self._pool.tail_copied(request, tail)
-        return self._pool.when_stored(request, [Kept(request.key, tail, copied=True)])
+        self._pool.store_tail(request, tail)
+        return self._pool.hold_until_stored(request, [Kept(request.key, tail, copied=True)])
 
     def _tail(self, request: Request, length: int) -> Tail:
         return Tail(length, request.context.name(request.layout.fingerprint, length))
@@ -128,9 +128,9 @@ class Results:
         for index in range(len(request.tables)):
             first, hashes = request.seal_full_blocks(index)
             if hashes:
-                self._pool.sealed(request, index, first, hashes)
+                self._pool.note_sealed(request, index, first, hashes)
                 events.append(Sealed(request.key, index, first, hashes))
             if first_kept := request.trim_behind_window(index):
-                self._pool.trimmed(request, index, first_kept)
+                self._pool.note_trimmed(request, index, first_kept)
                 events.append(Trimmed(request.key, index, first_kept))
-        return self._pool.when_stored(request, events if reports else [])
+        return self._pool.hold_until_stored(request, events if reports else [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from paceline.engine.request import Request
 from paceline.engine.step import RowAssigned, RowEncoded, RowExtended, RowUpdate
 
@@ -15,14 +17,18 @@ class RowAllocator:
     """
 
     def __init__(self, rows: int, max_model_len: int) -> None:
+        self._count = rows
         self._free = list(range(rows))
         self._max_model_len = max_model_len
         self._updates: list[RowUpdate] = []
 
-    def assign(self, request: Request) -> bool:
-        """Give a request, which has blocks in the pool, a row if it has none. Return whether it has one."""
-        if request.row is None and self._free:
-            assert request.pool_tables is not None
+    def assign(self, request: Request, tables: list[list[int]]) -> bool:
+        """Give a request a row. Return False if none is free.
+
+        Args:
+            tables: the request's tables in the pool.
+        """
+        if self._free:
             request.row = self._free.pop()
             self._updates.append(
                 RowAssigned(
@@ -32,8 +38,8 @@ class RowAllocator:
                     request.drafter_len,
                     request.sampling,
                     request.limit(self._max_model_len),
-                    _copied(request.pool_tables),
-                    request.pool_capacity,
+                    _copied(tables),
+                    request.capacity_of(tables),
                     request.context.media,
                 )
             )
@@ -46,10 +52,10 @@ class RowAllocator:
         if request.row is not None:
             self._updates.append(RowEncoded(request.row, span, request.encodings[span]))
 
-    def extend(self, request: Request) -> None:
-        """Note that a request has more blocks in the pool."""
-        if request.row is not None and request.pool_tables is not None:
-            self._updates.append(RowExtended(request.row, _copied(request.pool_tables), request.pool_capacity))
+    def extend(self, request: Request, tables: list[list[int]]) -> None:
+        """Note that a request's tables in the pool have grown."""
+        if request.row is not None:
+            self._updates.append(RowExtended(request.row, _copied(tables), request.capacity_of(tables)))
 
     def release(self, request: Request) -> None:
         """Take back the row of a request that no step in flight includes."""
@@ -61,6 +67,11 @@ class RowAllocator:
         """Return the changes since the last call, in order, for the next step."""
         updates, self._updates = tuple(self._updates), []
         return updates
+
+    def check(self, requests: Collection[Request]) -> list[str]:
+        """Return what is wrong with the rows if these are all requests, in sentences."""
+        rows = [*self._free, *(request.row for request in requests if request.row is not None)]
+        return [] if sorted(rows) == list(range(self._count)) else [f"the free and the used rows are {sorted(rows)}"]
 
 
 def _copied(tables: list[list[int]]) -> list[list[int]]:

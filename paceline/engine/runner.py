@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from paceline.engine.constraint import Constraints, GrammarError, Grammars, RowP
 from paceline.engine.drafter import Drafter, NewestStates
 from paceline.engine.limits import Limits
 from paceline.engine.row_media import EncodingReader
-from paceline.engine.row_sampler import RowSampler
+from paceline.engine.row_sampler import ChunkSpan, RowSampler, locate_chunks
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import score
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
 from paceline.kernels.caches import AnyCache, view_pool, view_states
 from paceline.kernels.choosing import TokenChooser
-from paceline.kernels.interface import Logits, Taps
+from paceline.kernels.interface import ForwardInputs, Logits, Taps
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
@@ -76,19 +75,19 @@ class ModelRunner:
                     self._blocks[target].copy_(self._blocks[source])
             inputs = self._rows.form(step.chunks)
             taps = Taps(self._drafter.taps if self._drafter is not None else ())
-            wanted = _wanted(step.chunks, inputs)
+            spans = locate_chunks(step.chunks, inputs.starts, inputs.batch.query_start)
+            wanted = [len(span.hidden) for span in spans]
             with self._in_model():
-                own = (inputs.token_ids, inputs.positions, self._caches, inputs.batch)
-                hidden = self._model.forward(*own, taps=taps, wanted=wanted, encoded=inputs.encoded)
+                forward = ForwardInputs(inputs.token_ids, inputs.positions, self._caches, inputs.batch, taps=taps)
+                hidden = self._model.forward(forward, wanted, inputs.encoded)
             assert taps.broken is not None
-            results = self._sample(hidden, step.chunks, inputs, wanted, taps.broken)
+            results = self._sample(hidden, spans, inputs, taps.broken)
             verified = time.perf_counter()
             drafted, drafter_lengths = 0, []
             if self._drafter is not None:
                 self._drafter.observe(self._rows, step.chunks, inputs, taps.states)
-                drafted = self._draft(
-                    self._drafter, step.chunks, results, NewestStates(hidden, _newest(step.chunks, results, wanted))
-                )
+                newest = NewestStates(hidden, _newest(spans, results))
+                drafted = self._draft(self._drafter, step.chunks, results, newest)
                 if self._drafter.fills_kv:
                     drafter_lengths = [self._rows.drafter_lengths[chunk.row] for chunk in step.chunks]
             self._tell_constraints(step.chunks, results)
@@ -136,59 +135,55 @@ class ModelRunner:
         return drafter.draft(self._rows, wanted, newest) if wanted else 0
 
     def _sample(
-        self, hidden: Tensor, chunks: Sequence[Chunk], inputs: Inputs, wanted: Sequence[int], is_broken: Tensor
+        self, hidden: Tensor, spans: Sequence[ChunkSpan], inputs: Inputs, is_broken: Tensor
     ) -> list[ChunkResult]:
         """Score prompts, and choose a token after each input that may be the newest token of its context.
 
         Args:
-            hidden: [sum(wanted), hidden]: of the last wanted[i] tokens of each chunk.
+            hidden: [rows, hidden]: see `ChunkSpan.hidden`.
             is_broken: bool [tokens], see `Taps`.
         """
-        spans = list(pairwise(inputs.batch.query_start))
-        chosen_at = [range(end - 1 if not chunk.follows else begin, end) for chunk, (begin, end) in zip(chunks, spans)]
-        lengths = [start + span.start - begin + 1 for start, span, (begin, _) in zip(inputs.starts, chosen_at, spans)]
-        # What to add to a token's row among the inputs for its row in `hidden`.
-        shifts = [own_end - end for own_end, (_, end) in zip(accumulate(wanted), spans)]
-        places = [
-            (index, index + shift)
-            for chunk, span, shift in zip(chunks, chosen_at, shifts)
-            if chunk.samples
-            for index in span
-        ]
         chosen: dict[int, list[int]] = {}
-        rows = hidden
-        if places:
+        logits = hidden
+        if count := spans[-1].logits.stop:
             # In most steps these are all rows, and need no copy.
-            own = hidden if len(places) == len(hidden) else hidden[[row for _, row in places]]
-            is_all = len(places) == len(inputs.token_ids)
-            token_ids = inputs.token_ids if is_all else inputs.token_ids[[index for index, _ in places]]
-            logits = self._logits(own)
-            chosen = self._sampler.choose(logits, token_ids, chunks, lengths, [len(span) for span in chosen_at])
-            rows = logits.values
+            rows = hidden if count == len(hidden) else hidden[[row for span in spans for row in span.sampled_hidden]]
+            is_all = count == len(inputs.token_ids)
+            sampled = (
+                inputs.token_ids if is_all else inputs.token_ids[[i for span in spans for i in span.sampled_inputs]]
+            )
+            found = self._logits(rows)
+            chosen = self._sampler.choose(found, sampled, spans)
+            logits = found.values
         broken: list[bool] = is_broken.tolist()  # a GPU has computed it by now
-        results, first = [], 0
-        for chunk, span, (begin, end), shift, length in zip(chunks, chosen_at, spans, shifts, lengths):
-            scores = self._score(hidden, chunk, begin + shift)
-            drawn = range(first, first + len(span) * chunk.samples)
-            first = drawn.stop
-            own_broken = broken[begin:end]
-            sound = own_broken.index(True) if True in own_broken else end - begin
-            # A broken token within a prompt leaves a hole in its KV. If it is a draft, the next step decides whether
-            # it matters.
-            if sound < end - begin and (sound == 0 or not chunk.follows):
-                results.append(self._fail(chunk, scores, _nan_error(hidden.dtype)))
-                continue
-            if not chunk.samples:
-                results.append(ChunkResult(scores=scores))
-                continue
-            try:
-                # No token is drawn from NaN.
-                tokens, accepted = self._sampler.verify(rows, drawn[:sound], chunk.row, length, chosen.get(chunk.row))
-            except GrammarError as error:
-                results.append(self._fail(chunk, scores, ConstraintError(str(error))))
-                continue
-            results.append(ChunkResult(tokens, max(len(span) - 1, 0), accepted, scores))
-        return results
+        return [self._result_of(span, hidden, logits, broken, chosen.get(span.chunk.row)) for span in spans]
+
+    def _result_of(
+        self, span: ChunkSpan, hidden: Tensor, logits: Tensor, broken: list[bool], chosen: list[int] | None
+    ) -> ChunkResult:
+        """Return the result of one chunk.
+
+        Args:
+            logits: fp32 [rows, vocab] of all chunks.
+            broken: [tokens] of all chunks.
+            chosen: see `RowSampler.verify`.
+        """
+        chunk, count = span.chunk, len(span.inputs)
+        scores = self._score(hidden, span)
+        own_broken = broken[span.inputs.start : span.inputs.stop]
+        sound = own_broken.index(True) if True in own_broken else count
+        # A broken token within a prompt leaves a hole in its KV. If it is a draft, the next step decides whether it
+        # matters.
+        if sound < count and (sound == 0 or not chunk.follows):
+            return self._fail(chunk, scores, _nan_error(hidden.dtype))
+        if not chunk.samples:
+            return ChunkResult(scores=scores)
+        try:
+            # No token is drawn from NaN.
+            tokens, accepted = self._sampler.verify(logits, span.logits[:sound], chunk.row, span.length, chosen)
+        except GrammarError as error:
+            return self._fail(chunk, scores, ConstraintError(str(error)))
+        return ChunkResult(tokens, max(len(span.logits) - 1, 0), accepted, scores)
 
     def _fail(self, chunk: Chunk, scores: list[Token], error: PacelineError) -> ChunkResult:
         self._rows.append(chunk.row, [], ended=True)
@@ -198,7 +193,9 @@ class ModelRunner:
         with self._in_model():
             return self._model.logits(hidden)
 
-    def _score(self, hidden: Tensor, chunk: Chunk, start: int) -> list[Token]:
+    def _score(self, hidden: Tensor, span: ChunkSpan) -> list[Token]:
+        """Return the prompt tokens after those of a chunk, with their logprobs."""
+        chunk, start = span.chunk, span.hidden.start
         tokens: list[Token] = []
         top = self._rows.row(chunk.row).sampling.prompt_logprobs or 0
         for first in range(0, chunk.scored, _SCORED_ROWS):
@@ -217,20 +214,11 @@ def _nan_error(dtype: torch.dtype) -> ModelError:
     )
 
 
-def _wanted(chunks: Sequence[Chunk], inputs: Inputs) -> list[int]:
-    """Return how many of each chunk's last tokens need logits."""
-    return [
-        end - begin if chunk.scored or (chunk.samples and chunk.follows) else int(chunk.samples)
-        for chunk, (begin, end) in zip(chunks, pairwise(inputs.batch.query_start))
-    ]
-
-
-def _newest(chunks: Sequence[Chunk], results: Sequence[ChunkResult], wanted: Sequence[int]) -> dict[int, int]:
-    """Return the index of each row's hidden state from which its newest token was chosen, among the wanted ones."""
-    ends = list(accumulate(wanted))
+def _newest(spans: Sequence[ChunkSpan], results: Sequence[ChunkResult]) -> dict[int, int]:
+    """Return the row among the hidden states from which the newest token of each row was chosen."""
     return {
-        chunk.row: (end - count + len(result.tokens) if chunk.follows else end) - 1
-        for chunk, result, end, count in zip(chunks, results, ends, wanted)
+        span.chunk.row: span.hidden[len(result.tokens) - 1 if span.chunk.follows else -1]
+        for span, result in zip(spans, results)
         if result.tokens
     }
 

@@ -7,7 +7,7 @@ A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Protocol
 
@@ -85,20 +85,55 @@ def is_broken(hidden: Tensor) -> Tensor:
     return ~hidden.sum(dim=1, dtype=torch.float32).isfinite()  # a sum is not finite if one number is not
 
 
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """The inputs of a forward pass over the tokens of one step."""
+
+    token_ids: Tensor
+    """int64 [tokens]"""
+    positions: Tensor
+    """int64 [tokens]"""
+    caches: Sequence[AnyCache]
+    """One for each layer of the model."""
+    batch: AttentionBatch
+    layers: int | None = None
+    """End of the layers to run; None for the number of all."""
+    taps: Taps | None = None
+    """Gets the hidden states of all tokens after chosen layers, and, from a whole model, which tokens are broken."""
+    begin: int = 0
+    """First layer to run; 0 for a whole model."""
+    further: Sequence[Tensor] = ()
+    """[tokens, ...]: other inputs of the layers; see `paceline.models.base.Architecture`. Empty for a whole model."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        return self.taps.depths if self.taps is not None else ()
+
+    @property
+    def recording_key(self) -> tuple[object, ...]:
+        """What a recording of the pass depends on, apart from the number of tokens."""
+        ends = [cache.first for cache in (self.caches[0], self.caches[-1])]
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
+        forms = [(tensor.shape[1:], tensor.dtype) for tensor in self.further]
+        return (self.layers, self.begin, self.depths, *forms, *places)
+
+    def keep_states(self, states: Sequence[Tensor]) -> None:
+        """Give `taps` the states at its depths, in order."""
+        if self.taps is not None:
+            self.taps.states.update(zip(self.depths, states))
+
+
 class Forward(Protocol):
     """The forward pass of an architecture; see `paceline.models.base.Architecture`."""
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-    ) -> Tensor: ...
+    def __call__(self, inputs: ForwardInputs, /) -> Tensor: ...
+
+
+def run_with_states(forward: Forward, inputs: ForwardInputs) -> list[Tensor]:
+    """Return the result of a pass, then the states at the depths of its taps, in order. The taps get nothing."""
+    taps = Taps(inputs.depths)
+    result = forward(replace(inputs, taps=taps))
+    return [result, *(taps.states[depth] for depth in taps.depths)]
 
 
 class HeadKernels(Protocol):

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from paceline.core.kv_groups import divide_groups, state_groups
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Logits, Taps
+from paceline.kernels.interface import ForwardInputs, Logits
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
@@ -155,24 +153,13 @@ class Architecture(_Parts, Protocol):
             positions: int64 [tokens], with any positions for placeholders that have three.
         """
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-        embedded: bool = False,
-    ) -> Tensor:
-        """Compute the tokens of one step and store their KV. See `Model.forward`.
+    def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
+        """Compute the tokens of one step and store their KV.
 
         Args:
-            begin: first layer to run.
-            inputs: the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin` layers.
-            embedded: whether `inputs` begins with the result of `encoded_inputs`. Otherwise the first layer's input is
+            inputs: with `further` as the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin`
+                layers.
+            embedded: whether `further` begins with the result of `encoded_inputs`. Otherwise the first layer's input is
                 the result of `embed`.
 
         Returns:
@@ -184,23 +171,11 @@ class Model(_Parts, Protocol):
     """A model as the engine uses it. Call it under `torch.inference_mode()`."""
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        wanted: Sequence[int] | None = None,
-        encoded: EncodedRows | None = None,
+        self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:
-        """Compute the tokens of one step and store their KV.
+        """Compute the tokens of one step from the first layer on, and store their KV.
 
         Args:
-            token_ids, positions: int64 [tokens].
-            caches: one for each layer.
-            layers: number of layers to run, from the first; None runs all.
-            taps: gets the hidden states of all tokens after chosen layers, and which tokens are broken.
             wanted: [requests]: number of last tokens of each request whose result is wanted; None wants all tokens.
                 Other tokens stop before the layers at the model's end that have no KV of their own.
             encoded: rows that some tokens have in place of their embeddings; None if all tokens have their own.

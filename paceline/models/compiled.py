@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Forward, Kernels, Taps
+from paceline.kernels.interface import Forward, ForwardInputs, Kernels, Taps
 from paceline.kernels.transfer import to_device
 from paceline.models.base import PADDING, Architecture, EncodedRows
 
@@ -41,82 +40,59 @@ class CompiledModel:
         self._run, self._run_embedded = [kernels.compile(own) if compiles else own for own in passes]
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        wanted: Sequence[int] | None = None,
-        encoded: EncodedRows | None = None,
+        self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:
-        inputs: Sequence[Tensor] = ()
+        embedded: Sequence[Tensor] = ()
         if encoded is not None:
-            token_ids = token_ids.index_fill(0, encoded.places, PADDING)
-            inputs = self._encoded_inputs(token_ids, positions, encoded)
-        tokens = _Tokens(token_ids, positions, batch, inputs)
-        if wanted is None or sum(wanted) == len(token_ids) or not self._can_stop(layers, taps):
-            hidden = self._compute(tokens, caches, 0, layers, taps)
+            inputs = replace(inputs, token_ids=inputs.token_ids.index_fill(0, encoded.places, PADDING))
+            embedded = self._encoded_inputs(inputs.token_ids, inputs.positions, encoded)
+        taps = inputs.taps
+        if wanted is None or sum(wanted) == len(inputs.token_ids) or not self._can_stop(inputs):
+            hidden = self._compute(inputs, embedded)
             if taps is not None:
                 taps.check(hidden)
-            return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
-        hidden = self._store(tokens, caches, taps)
-        rows = to_device(_last(batch, wanted), hidden.device)
+            return hidden if wanted is None else wanted_rows(hidden, inputs.batch, wanted)
+        hidden = self._store(inputs, embedded)
+        rows = to_device(_last(inputs.batch, wanted), hidden.device)
         own = hidden[rows]
         if len(rows):
-            own = self._compute(tokens.only(wanted, rows), caches, self._storing_layers, None, None, (own,))
+            last = replace(
+                inputs,
+                token_ids=inputs.token_ids[rows],
+                positions=inputs.positions[rows],
+                batch=_only(inputs.batch, wanted, rows),
+                taps=None,
+                begin=self._storing_layers,
+                further=(own,),
+            )
+            own = self._compute(last, [each[rows] for each in embedded])
         if taps is not None:
             # Later layers store nothing, so they can break only the tokens whose results are wanted.
             taps.check(hidden.index_copy(0, rows, own))
         return own
 
-    def _can_stop(self, layers: int | None, taps: Taps | None) -> bool:
+    def _can_stop(self, inputs: ForwardInputs) -> bool:
         """Return whether tokens may stop before the layers without KV of their own."""
         last = self._storing_layers
-        return layers is None and last < self._layers and all(depth <= last for depth in (taps or Taps()).depths)
+        return inputs.layers is None and last < self._layers and all(depth <= last for depth in inputs.depths)
 
-    def _store(self, tokens: _Tokens, caches: Sequence[AnyCache], taps: Taps | None) -> Tensor:
+    def _store(self, inputs: ForwardInputs, embedded: Sequence[Tensor]) -> Tensor:
         """Run the layers up to the last one that stores KV. Return the hidden states after it, [tokens, hidden]."""
-        last = self._storing_layers
-        depths = taps.depths if taps is not None else ()
+        last, depths = self._storing_layers, inputs.depths
         own = Taps(tuple(dict.fromkeys((*depths, last))))
-        self._compute(tokens, caches, 0, last, own)
-        if taps is not None:
-            taps.states.update({depth: own.states[depth] for depth in depths})
+        self._compute(replace(inputs, layers=last, taps=own), embedded)
+        inputs.keep_states([own.states[depth] for depth in depths])
         return own.states[last]
 
-    def _compute(
-        self,
-        tokens: _Tokens,
-        caches: Sequence[AnyCache],
-        begin: int,
-        layers: int | None,
-        taps: Taps | None,
-        further: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """Run layers [begin, layers) in one compiled pass. `further` is the hidden states after `begin` layers."""
-        inputs = (*self._lookups(tokens.token_ids, begin, layers), *further)
-        run = self._run
-        if tokens.encoded:
-            run, inputs = self._run_embedded, (*tokens.encoded, *inputs)
-        return run(tokens.token_ids, tokens.positions, caches, tokens.batch, layers, taps, begin, inputs)
+    def _compute(self, inputs: ForwardInputs, embedded: Sequence[Tensor]) -> Tensor:
+        """Run layers [begin, layers) in one compiled pass.
 
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The tokens of one pass."""
-
-    token_ids: Tensor
-    positions: Tensor
-    batch: AttentionBatch
-    encoded: Sequence[Tensor]
-    """The result of `Architecture.encoded_inputs`; empty if no token has a row of an encoding."""
-
-    def only(self, wanted: Sequence[int], rows: Tensor) -> _Tokens:
-        """Return the tokens at `rows`: the last wanted[r] of each request r."""
-        encoded = [own[rows] for own in self.encoded]
-        return _Tokens(self.token_ids[rows], self.positions[rows], _only(self.batch, wanted, rows), encoded)
+        Args:
+            embedded: the result of `Architecture.encoded_inputs`; empty if no token has a row of an encoding.
+        """
+        looked_up = self._lookups(inputs.token_ids, inputs.begin, inputs.layers)
+        run = self._run_embedded if embedded else self._run
+        return run(replace(inputs, further=(*embedded, *looked_up, *inputs.further)))
 
 
 def wanted_rows(x: Tensor, batch: AttentionBatch, wanted: Sequence[int]) -> Tensor:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
+from paceline.kernels.interface import ForwardInputs, Kernels, Logits, NormKind
 from paceline.models.base import EncodedRows, Weights, kv_groups
 from paceline.models.blocks import AttentionStep, Embedding, RMSNorm
 from paceline.models.layers import Layer, run_layers
@@ -78,43 +76,26 @@ class Decoder:
     def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
         return (self.embed(token_ids).index_copy_(0, encoded.places, encoded.values),)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-        embedded: bool = False,
-    ) -> Tensor:
-        first = inputs[0] if embedded else self.embed(token_ids)
-        x = inputs[-1] if begin else first
-        steps = self._steps(first, positions, batch, begin, layers, inputs[1:] if embedded else inputs)
-        own = slice(begin, layers)
-        return run_layers(self._layers[own], self._norm, x, caches[own], steps, taps, begin)
+    def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
+        further, own = inputs.further, slice(inputs.begin, inputs.layers)
+        first = further[0] if embedded else self.embed(inputs.token_ids)
+        x = further[-1] if inputs.begin else first
+        steps = self._attention_steps(first, inputs, further[1:] if embedded else further)
+        return run_layers(self._layers[own], self._norm, x, inputs.caches[own], steps, inputs.taps, inputs.begin)
 
-    def _steps(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        begin: int,
-        layers: int | None,
-        inputs: Sequence[Tensor],
+    def _attention_steps(
+        self, embedded: Tensor, inputs: ForwardInputs, further: Sequence[Tensor]
     ) -> list[AttentionStep]:
-        """Return the attention inputs of layers [begin, layers).
+        """Return the attention inputs of the layers of a pass.
 
         Args:
             embedded: [tokens, hidden], the first layer's input.
-            inputs: see `Architecture.forward`; without the embedded tokens.
+            further: `inputs.further` without the embedded tokens.
         """
-        rotations = self._rotary(positions)
+        rotations, batch, own = self._rotary(inputs.positions), inputs.batch, slice(inputs.begin, inputs.layers)
         return [
             AttentionStep(rotations.get(kind), batch, batch.groups[group])
-            for kind, group in zip(self.config.layer_types[begin:layers], self.layer_groups[begin:layers])
+            for kind, group in zip(self.config.layer_types[own], self.layer_groups[own])
         ]
 
     def logits(self, hidden: Tensor) -> Logits:

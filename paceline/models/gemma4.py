@@ -10,9 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache, LayerCache
-from paceline.kernels.interface import HeadNorms, Kernels, NormKind
+from paceline.kernels.interface import ForwardInputs, HeadNorms, Kernels, NormKind
 from paceline.kernels.transfer import to_device
 from paceline.models.base import Weights
 from paceline.models.blocks import AttentionStep, GatedMLP, Linear, RMSNorm
@@ -47,19 +46,13 @@ class Gemma4(Decoder):
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
         return self._layer_inputs.lookups(token_ids, begin, layers) if self._layer_inputs is not None else ()
 
-    def _steps(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        begin: int,
-        layers: int | None,
-        inputs: Sequence[Tensor],
+    def _attention_steps(
+        self, embedded: Tensor, inputs: ForwardInputs, further: Sequence[Tensor]
     ) -> list[AttentionStep]:
-        steps = super()._steps(embedded, positions, batch, begin, layers, inputs)
+        steps = super()._attention_steps(embedded, inputs, further)
         if self._layer_inputs is None:
             return steps
-        given = self._layer_inputs(embedded, inputs, begin, layers)
+        given = self._layer_inputs(embedded, further, inputs.begin, inputs.layers)
         return [replace(step, layer_input=own) for step, own in zip(steps, given)]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Kernels, Logits, NormKind, Taps
+from paceline.kernels.interface import ForwardInputs, Kernels, Logits, NormKind
 from paceline.models.base import Weights
 from paceline.models.blocks import Embedding, Linear
 from paceline.models.decoder import Decoder
@@ -71,7 +71,7 @@ class Gemma4Assistant(Decoder):
         """
         given = torch.cat((embedded, states), dim=1)
         by_layer = [caches[group] for group in self.layer_groups]
-        return self._run(positions, positions, by_layer, batch, None, None, 0, (given,))
+        return self._run(ForwardInputs(positions, positions, by_layer, batch, further=(given,)))
 
     def next_states(self, hidden: Tensor) -> Tensor:
         """Return the states for the next drafts: [tokens, target's hidden].
@@ -84,23 +84,11 @@ class Gemma4Assistant(Decoder):
     def logits(self, hidden: Tensor) -> Logits:
         return super().logits(hidden) if self._centroids is None else self._centroids.logits(hidden)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-        embedded: bool = False,
-    ) -> Tensor:
-        """Compute all layers. Token ids are not read, because `inputs` has what the first layer's input is made of."""
-        x = self._pre(inputs[0])
-        return run_layers(
-            self._layers, self._norm, x, caches, self._steps(x, positions, batch, 0, None, ()), taps, begin
-        )
+    def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
+        """Compute all layers. Token ids are not read: `inputs.further` has what the first layer's input is made of."""
+        x = self._pre(inputs.further[0])
+        steps = self._attention_steps(x, inputs, ())
+        return run_layers(self._layers, self._norm, x, inputs.caches, steps, inputs.taps)
 
 
 class _Centroids:

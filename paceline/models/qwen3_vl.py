@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.models.base import EncodedRows, Weights
 from paceline.models.blocks import AttentionStep
 from paceline.models.decoder import Decoder
@@ -36,22 +35,16 @@ class ReadsGrids(Decoder):
         rotation = self._rotary.of_grids(grids)
         return embedded.index_copy_(0, encoded.places, first), rotation.cos, rotation.sin, *further
 
-    def _steps(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        begin: int,
-        layers: int | None,
-        inputs: Sequence[Tensor],
+    def _attention_steps(
+        self, embedded: Tensor, inputs: ForwardInputs, further: Sequence[Tensor]
     ) -> list[AttentionStep]:
-        if not inputs:
-            return super()._steps(embedded, positions, batch, begin, layers, inputs)
-        cos, sin, *added = inputs
-        further = dict(enumerate(added))
+        if not further:
+            return super()._attention_steps(embedded, inputs, further)
+        cos, sin, *added = further
+        added_in, batch = dict(enumerate(added)), inputs.batch
         return [
-            AttentionStep(Rotation(cos, sin), batch, batch.groups[group], further.get(layer))
-            for layer, group in enumerate(self.layer_groups[:layers])
+            AttentionStep(Rotation(cos, sin), batch, batch.groups[group], added_in.get(layer))
+            for layer, group in enumerate(self.layer_groups[: inputs.layers])
         ]
 
 

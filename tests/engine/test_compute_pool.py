@@ -96,11 +96,11 @@ def test_what_is_loaded_more_slowly_than_computed_is_computed(
     pool = DevicePool(FULL, 64)
     assert pool.admit(filled_request("first", 80), tokens_per_second)
     (copies,) = pool.take_copies()
-    pool.copied(copies, load_seconds)
+    pool.finish_copies(copies, load_seconds)
     request = filled_request("second", 40, **sampling)
     assert pool.admit(request, tokens_per_second)
     assert (request.computed_len == 0) == computes
-    assert bool(pool.take_copies()) == request.swapping_in == (not computes)
+    assert bool(pool.take_copies()) == pool.is_copying(request) == (not computes)
 
 
 def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
@@ -109,14 +109,13 @@ def test_blocks_that_are_in_the_pool_are_not_loaded_again() -> None:
     pool.admit(request, 0.0)
     (copies,) = pool.take_copies()
     assert len(copies.loads) == 3
-    pool.copied(copies, 0.001)
+    pool.finish_copies(copies, 0.001)
     pool.release(request)
     again = filled_request("same", 40)
     pool.admit(again, 0.0)
     (copies,) = pool.take_copies()
     assert len(copies.loads) == 1  # the last block is not full and so has no name
-    assert again.pool_tables is not None
-    assert len(set(again.pool_tables[0])) == 3
+    assert len(set(pool.tables(again)[0])) == 3
 
 
 def test_blocks_that_were_forgotten_are_loaded_again_and_shown_to_nobody() -> None:
@@ -125,7 +124,7 @@ def test_blocks_that_were_forgotten_are_loaded_again_and_shown_to_nobody() -> No
     for name in ("running", "gone"):
         scheduler.add(filled_request(name, 40))
         (copies,) = scheduler.take_copies()
-        scheduler.copied(copies, 0.001, 0.0)
+        scheduler.finish_copies(copies, 0.001, 0.0)
     scheduler.remove(Key("gone", 1, 1))
     assert directory.find(copies.loads).indices.tolist() == [0, 1]
     assert scheduler.forget() == 2
@@ -139,12 +138,12 @@ def test_who_comes_while_steps_are_in_flight_is_loaded_meanwhile() -> None:
     scheduler = Scheduler(Limits(16, 4096, 2), pool=DevicePool(FULL, 64))
     scheduler.add(filled_request("first", 40))
     (first,) = scheduler.take_copies()
-    scheduler.copied(first, 0.001, 0.0)
+    scheduler.finish_copies(first, 0.001, 0.0)
     assert scheduler.plan() is not None
     scheduler.add(filled_request("second", 40))
     (second,) = scheduler.take_copies()
     assert len(second.loads) == 3
-    scheduler.copied(second, 0.001, 0.0)
+    scheduler.finish_copies(second, 0.001, 0.0)
     step = scheduler.plan()
     assert step is not None
     assert [chunk.key.request_id for chunk in step.chunks] == ["first", "second"]
@@ -157,7 +156,7 @@ def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is
     pool.admit(request, 0.0)
     (copies,) = pool.take_copies()
     assert directory.find(copies.loads).indices.tolist() == []
-    pool.copied(copies, 0.001)
+    pool.finish_copies(copies, 0.001)
     assert directory.find(copies.loads).indices.tolist() == [0, 1]
     pool.release(request)
     assert directory.find(copies.loads).indices.tolist() == [0, 1]
@@ -168,7 +167,7 @@ def test_others_see_full_blocks_until_their_slots_are_taken_and_no_block_that_is
 def test_in_the_arena_nothing_is_copied() -> None:
     pool, request = ArenaPool(), filled_request("r", 40)
     assert pool.admit(request, 0.0)
-    assert request.pool_tables is request.tables
+    assert pool.tables(request) is request.tables
     filled = Filled(request.key, 40, b"context")
-    assert pool.when_stored(request, [filled], whole=True) == [filled]
+    assert pool.hold_until_stored(request, [filled], whole=True) == [filled]
     assert pool.take_copies() == []

@@ -25,6 +25,7 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Failed, Filled, Sampled, Sealed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
+from paceline.kernels.interface import ForwardInputs
 from paceline.models.base import EncodedRows, Model
 from paceline.models.loader import load_model
 from tests.engine.loops import NO_GRAMMARS
@@ -49,13 +50,13 @@ class FailsOnce:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, token_ids: torch.Tensor, *inputs: Any, encoded: None, **options: Any) -> torch.Tensor:
+    def forward(self, inputs: ForwardInputs, wanted: Sequence[int] | None, encoded: None) -> torch.Tensor:
         self._left -= 1
         rows = None
         if self._left == 0:
             nan = torch.full((1, self._model.config.encoding_size), float("nan"))  # type: ignore[attr-defined]
-            rows = EncodedRows(torch.tensor([self._place % len(token_ids)]), nan)
-        return self._model.forward(token_ids, *inputs, encoded=rows, **options)
+            rows = EncodedRows(torch.tensor([self._place % len(inputs.token_ids)]), nan)
+        return self._model.forward(inputs, wanted, rows)
 
 
 class Knowing:
@@ -124,7 +125,7 @@ class Host:
                     ends_of = [(own.arena_slot, own.pool_slot)[:: 1 if moves is batch.loads else -1] for own in moves]
                     if moves:
                         copy(*zip(*ends_of)).wait()
-                scheduler.copied(batch, 1e-3, 0.0)
+                scheduler.finish_copies(batch, 1e-3, 0.0)
             if (step := scheduler.plan()) is not None:
                 scheduler.apply(step, runner.execute(step))
             events += scheduler.take_events()

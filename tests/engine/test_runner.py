@@ -25,7 +25,7 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, Event, Failed, RowAssigned, Sampled, Step
 from paceline.kernels import select_kernels
-from paceline.kernels.interface import Taps
+from paceline.kernels.interface import ForwardInputs
 from paceline.models.base import Model
 from paceline.models.loader import load_model
 from tests.engine.loops import NO_GRAMMARS
@@ -242,13 +242,12 @@ class Overflowing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: Any, caches: Any, batch: Any, taps: Taps, **options: Any
-    ) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, positions, caches, batch, taps=taps, **options)
-        assert taps.broken is not None
-        taps.broken |= token_ids == self._token
-        ends = [end - 1 for end in batch.query_start[1:]]
+    def forward(self, inputs: ForwardInputs, *options: Any) -> torch.Tensor:
+        hidden, token_ids = self._model.forward(inputs, *options), inputs.token_ids
+        assert inputs.taps is not None
+        assert inputs.taps.broken is not None
+        inputs.taps.broken |= token_ids == self._token
+        ends = [end - 1 for end in inputs.batch.query_start[1:]]
         hidden[(token_ids if len(hidden) == len(token_ids) else token_ids[ends]) == self._token, 3] = float("nan")
         return hidden
 

@@ -207,6 +207,7 @@ def test_every_request_gets_its_tokens_on_a_small_pool(
                     again = make_request(key.request_id, request.token_ids, request.sampling.max_tokens)
                     again.key, again.prompt_len = Key(key.request_id, 1, key.generation + 1), request.prompt_len
                     waiting.append(again)
+        assert scheduler.check() == []
         if not waiting and len(removed) == len(prompts) and not pool.used:
             break
     assert pool.free == pool_blocks

@@ -197,6 +197,7 @@ class Host:
             for act in self._rng.sample(self._acts, len(self._acts)):
                 if self._rng.random() < 0.6:
                     act()
+                    assert self.scheduler.check() == []
             self._take_events()
             if len(self.ended) == len(wishes) and not self.arena.used:
                 return
@@ -271,7 +272,7 @@ class Host:
             for slot, content in self._sealed.items():
                 assert self._content(slot) == content, "a sealed block has changed"
             self._check_published()
-            self.scheduler.copied(copies, self._load_seconds, 1e-3)
+            self.scheduler.finish_copies(copies, self._load_seconds, 1e-3)
             moves = (*copies.loads, *copies.stores)
             self.published |= {move._replace(pool_slot=0): self._in_pool(move.pool_slot) for move in moves}
             self._check_published()

@@ -79,4 +79,5 @@ def run(scheduler: Scheduler) -> list[object]:
     while step := scheduler.plan():
         scheduler.apply(step, device.execute(step))
         events += scheduler.take_events()
+        assert scheduler.check() == []
     return events

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.kernels.interface import ForwardInputs
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import COMPRESSING
 from paceline.kernels.native.library import COMPRESSED, instruction_sets
@@ -153,8 +154,8 @@ def test_layers_of_both_forms_are_replayed(kernels: NativeKernels, paged_case: A
     weights = [kernels.pack(matrix.to(BF16)) for matrix in matrices]
     assert [weight.format for weight in weights] == [COMPRESSED, None, COMPRESSED, COMPRESSED]
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
-        x = kernels.embed(token_ids, embedding)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
         first, *others = [kernels.linear(x, own) for own in weights]
         for other in others:
             first = kernels.silu_and_mul(first, other)
@@ -163,8 +164,8 @@ def test_layers_of_both_forms_are_replayed(kernels: NativeKernels, paged_case: A
     case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
     for tokens in (1, 7, 40):
         ids = torch.arange(tokens)
-        inputs = (ids, ids, [case.cache], case.batch)
-        assert torch.equal(replay(*inputs), forward(*inputs))
+        inputs = ForwardInputs(ids, ids, [case.cache], case.batch)
+        assert torch.equal(replay(inputs), forward(inputs))
 
 
 def test_files_of_both_forms_have_names_of_their_own(kernels: NativeKernels) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from itertools import cycle
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from torch import Tensor
 from bench.kernels import quantize_q4_1
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache, LayerState
+from paceline.kernels.caches import LayerState
 from paceline.kernels.experts import ExpertWeights
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.kernels import COMPRESSING
 from paceline.kernels.native.library import COMPRESSED, instruction_sets
@@ -170,14 +169,8 @@ def test_a_recorded_pass_gives_the_same_bits(name: str, dtype: torch.dtype) -> N
     experts = pack_experts(kernels, kernels.pack, 50, 48, 24, dtype)
     nowhere = [LayerState((torch.empty(0),))]
 
-    def forward(
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        *_: Any,
-    ) -> Tensor:
-        x = kernels.embed(token_ids, embedding)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
         for layer in range(3):
             logits = kernels.router_logits(x, router, bias)
             ids, weights = kernels.choose_experts(logits, Routing(4, normalize=layer > 0), correction, scales)
@@ -187,8 +180,8 @@ def test_a_recorded_pass_gives_the_same_bits(name: str, dtype: torch.dtype) -> N
     replay = kernels.compile(forward)
     for tokens in (3, 1, 90, 2):
         ids = torch.arange(tokens) % 50
-        batch = AttentionBatch((0, tokens), (tokens,), ())
-        assert torch.equal(replay(ids, ids, nowhere, batch), forward(ids, ids, nowhere, batch))
+        inputs = ForwardInputs(ids, ids, nowhere, AttentionBatch((0, tokens), (tokens,), ()))
+        assert torch.equal(replay(inputs), forward(inputs))
 
 
 def test_a_choice_that_is_not_possible_is_refused() -> None:

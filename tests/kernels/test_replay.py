@@ -21,7 +21,7 @@ from bench.kernels import quantize_q4_1
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerCache
-from paceline.kernels.interface import Forward, Taps
+from paceline.kernels.interface import Forward, ForwardInputs, Taps
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.packed_weight import PackedWeight
@@ -67,23 +67,15 @@ class Counting:
         self._norm = randn(hidden)
         self._frequencies = torch.rand(10, generator=generator)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[LayerCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-    ) -> Tensor:
+    def forward(self, inputs: ForwardInputs) -> Tensor:
         self.calls += 1
-        taps = taps or Taps()
-        kernels, group = self._kernels, batch.groups[0]
-        x = inputs[-1] if begin else kernels.embed(token_ids, self._embedding, 2.0)
-        cos, sin = kernels.rotation(positions, self._frequencies)
-        for depth, cache in enumerate(caches[begin:layers], begin):
+        taps = inputs.taps or Taps()
+        kernels, batch = self._kernels, inputs.batch
+        group = batch.groups[0]
+        x = inputs.further[-1] if inputs.begin else kernels.embed(inputs.token_ids, self._embedding, 2.0)
+        cos, sin = kernels.rotation(inputs.positions, self._frequencies)
+        for depth, cache in enumerate(inputs.caches[inputs.begin : inputs.layers], inputs.begin):
+            assert isinstance(cache, LayerCache)
             taps.see(depth, x)
             heads = kernels.linear(kernels.rms_norm(x, self._norm, 1e-5), self._up).view(-1, 3, 20)
             heads = kernels.rotate(heads, cos, sin)
@@ -103,15 +95,15 @@ def run(forward: Forward, case: Any, layers: int | None = None, taps: Taps | Non
     tokens = case.batch.query_start[-1]
     contexts = zip(case.batch.query_start, case.batch.query_start[1:], case.batch.context_len)
     positions = torch.cat([torch.arange(length - (end - start), length) for start, end, length in contexts])
-    return forward(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers, taps)
+    return forward(ForwardInputs(torch.arange(tokens) % 50, positions, [case.cache] * 3, case.batch, layers, taps))
 
 
 def test_an_activation_may_come_soon_after_fused_layers(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
     generator = torch.Generator().manual_seed(3)
     embedding, *own = (kernels.pack(torch.randn(rows, 24, generator=generator)) for rows in (50, 24, 24, 24))
 
-    def forward(token_ids: Tensor, *rest: object) -> Tensor:
-        x = kernels.embed(token_ids, embedding)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
         gate, up, down = (lambda y, weight=weight: kernels.linear(y, weight) for weight in own)
         return kernels.gelu_tanh_and_mul(down(kernels.silu_and_mul(gate(x), up(x))), x)
 
@@ -186,8 +178,8 @@ def test_what_is_computed_outside_of_the_kernels_is_refused(
 ) -> None:
     model = Counting(kernels)
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
-        return compute(model.forward(token_ids, positions, caches, batch))
+    def forward(inputs: ForwardInputs) -> Tensor:
+        return compute(model.forward(inputs))
 
     with pytest.raises(ConfigError, match="outside of its kernels"):
         run(kernels.compile(forward), paged_case(kernels, [(1, 5)]))
@@ -209,12 +201,13 @@ def test_a_pass_from_a_later_layer_on_reads_its_inputs(kernels: NativeKernels, p
         tokens = case.batch.query_start[-1]
         ids, caches, wide = torch.arange(tokens) % 50, [case.cache] * 3, torch.randn(tokens, 2 * HIDDEN)
         # Rows that lie apart, as those of a slice do.
-        args = (ids, ids, caches, case.batch, None, None, 1, (torch.ones(tokens, 1), wide[:, :HIDDEN]))
-        expected = model.forward(*args)
-        assert torch.equal(replay(*args), expected)
+        further = (torch.ones(tokens, 1), wide[:, :HIDDEN])
+        inputs = ForwardInputs(ids, ids, caches, case.batch, begin=1, further=further)
+        expected = model.forward(inputs)
+        assert torch.equal(replay(inputs), expected)
         assert not torch.equal(run(replay, case), expected)
     with pytest.raises(IndexError):  # a pass with fewer inputs is another one
-        replay(*args[:-1])
+        replay(replace(inputs, further=()))
 
 
 def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: Callable[..., Any]) -> None:
@@ -222,7 +215,7 @@ def test_an_error_leaves_the_replay_usable(kernels: NativeKernels, paged_case: C
     case = paged_case(kernels, [(2, 30)])
     good = run(replay, case)
     with pytest.raises(IndexError, match="token id"):
-        replay(torch.tensor([1, 50]), torch.tensor([28, 29]), [case.cache] * 3, case.batch)
+        replay(ForwardInputs(torch.tensor([1, 50]), torch.tensor([28, 29]), [case.cache] * 3, case.batch))
     assert torch.equal(run(replay, case), good)
 
 
@@ -231,7 +224,8 @@ def test_a_first_call_may_have_no_token(kernels: NativeKernels, paged_case: Call
     case = paged_case(kernels, [(2, 30)])
     nothing = torch.empty(0, dtype=torch.int64)
     groups = (replace(case.group, write_slots=nothing, write_offsets=nothing),)
-    assert replay(nothing, nothing, [case.cache], AttentionBatch((0,), (), groups)).shape == (0, HIDDEN)
+    inputs = ForwardInputs(nothing, nothing, [case.cache], AttentionBatch((0,), (), groups))
+    assert replay(inputs).shape == (0, HIDDEN)
 
 
 def test_passes_of_two_models_are_recorded_one_after_the_other(
@@ -240,15 +234,15 @@ def test_passes_of_two_models_are_recorded_one_after_the_other(
     model, case = Counting(kernels), paged_case(kernels, [(2, 30)])
     within, second_is_due = Event(), Event()
 
-    def first(*args: Any) -> Tensor:
-        result = model.forward(*args)
+    def first(inputs: ForwardInputs) -> Tensor:
+        result = model.forward(inputs)
         within.set()
         second_is_due.wait(0.1)  # if the second pass were recorded meanwhile, it would end both recordings
         return kernels.add(result, result)
 
-    def second(*args: Any) -> Tensor:
+    def second(inputs: ForwardInputs) -> Tensor:
         second_is_due.set()
-        return model.forward(*args)
+        return model.forward(inputs)
 
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(run, kernels.compile(first), case)
@@ -263,7 +257,7 @@ def test_tokens_of_another_type_are_refused(kernels: NativeKernels, paged_case: 
     inputs = [torch.tensor([1, 2]), torch.tensor([28, 29])]
     inputs[which] = inputs[which].int()
     with pytest.raises(ValueError, match="must be int64"):
-        replay(*inputs, [case.cache], case.batch)
+        replay(ForwardInputs(*inputs, [case.cache], case.batch))
 
 
 class CountingOperations(NativeKernels):
@@ -298,8 +292,8 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
     up_weight = kernels.pack(quantize_int8(up) if "quantized" in how else up)
     bias = torch.randn(50, generator=generator).to(dtype) if how == "bias" else None
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
-        x = kernels.embed(token_ids, embedding)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
         gate = kernels.linear(x, gate_weight, bias)
         up = kernels.linear(kernels.add(x, x) if how == "other input" else x, up_weight)
         y = getattr(kernels, activation)(gate, up)
@@ -308,10 +302,10 @@ def test_a_gated_layer_is_one_operation_with_the_same_bits(
     case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
     for tokens in (1, 7, 40, 99):
         ids = torch.arange(tokens)
-        inputs = (ids, ids, [case.cache], case.batch)
-        replayed = replay(*inputs)
+        inputs = ForwardInputs(ids, ids, [case.cache], case.batch)
+        replayed = replay(inputs)
         assert kernels.operations == operations
-        assert torch.equal(replayed, forward(*inputs))
+        assert torch.equal(replayed, forward(inputs))
 
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())
@@ -327,8 +321,8 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
     embedding, bias = kernels.pack(embedding), torch.randn(60, generator=generator).to(dtype)
     weights = [kernels.pack(quantize(each) if quantize and each is not layers[5] else each) for each in layers]
 
-    def forward(token_ids: Tensor, positions: Tensor, caches: Any, batch: Any, *_: Any) -> Tensor:
-        x = kernels.embed(token_ids, embedding)
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
         first, *others = [kernels.linear(x, own, bias if own is weights[1] else None) for own in weights]
         for other in others:
             first = kernels.silu_and_mul(first, other)
@@ -337,11 +331,11 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
     case, replay = paged_case(kernels, [(2, 30)]), kernels.compile(forward)
     for tokens in (1, 7, 40):
         ids = torch.arange(tokens)
-        inputs = (ids, ids, [case.cache], case.batch)
-        replayed = replay(*inputs)
+        inputs = ForwardInputs(ids, ids, [case.cache], case.batch)
+        replayed = replay(inputs)
         # At most four are joined, and operations that are not quantized stay separate.
         assert kernels.joined[1:7] == ([3, 0, 0, 0, 1, 0] if quantize is None else [3, 0, 0, 0, 0, 0])
-        assert torch.equal(replayed, forward(*inputs))
+        assert torch.equal(replayed, forward(inputs))
 
 
 @pytest.mark.slow

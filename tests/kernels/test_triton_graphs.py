@@ -16,7 +16,7 @@ from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.interface import Taps
+from paceline.kernels.interface import ForwardInputs, Taps
 from paceline.models.gemma3 import Gemma3
 
 pytest.importorskip("triton", reason="the package triton is not installed")
@@ -95,9 +95,10 @@ def test_a_step_that_is_filled_up_has_the_bits_of_the_step() -> None:
     for seed, lengths in enumerate(STEPS):
         ids, positions, batch, pool = world.make(lengths, seed)
         held.copy_(pool)
-        expected, expected_pool = world.model.forward(ids, positions, caches, batch), held.clone()
+        inputs = ForwardInputs(ids, positions, caches, batch)
+        expected, expected_pool = world.model.forward(inputs), held.clone()
         held.copy_(pool)
-        result = graphs(ids, positions, caches, batch)
+        result = graphs(inputs)
         assert torch.equal(result, expected)
         assert torch.equal(held.view(torch.int32), expected_pool.view(torch.int32))
 
@@ -112,9 +113,9 @@ def test_hidden_states_are_those_of_the_step() -> None:
         ids, positions, batch, pool = world.make(lengths, seed)
         replayed, called = Taps((1, 0)), Taps((1, 0))
         held.copy_(pool)
-        expected = world.model.forward(ids, positions, caches, batch, None, called)
+        expected = world.model.forward(ForwardInputs(ids, positions, caches, batch, taps=called))
         held.copy_(pool)
-        assert torch.equal(graphs(ids, positions, caches, batch, None, replayed), expected)
+        assert torch.equal(graphs(ForwardInputs(ids, positions, caches, batch, taps=replayed)), expected)
         assert all(torch.equal(replayed.states[depth], called.states[depth]) for depth in (0, 1))
 
 
@@ -127,9 +128,10 @@ def test_a_pass_from_a_later_layer_on_reads_its_inputs() -> None:
         ids, positions, batch, pool = world.make(lengths, seed)
         x = torch.randn(len(ids), CONFIG.hidden_size, device=DEVICE)
         held.copy_(pool)
-        expected = world.model.forward(ids, positions, caches, batch, None, None, 1, (x,))
+        inputs = ForwardInputs(ids, positions, caches, batch, begin=1, further=(x,))
+        expected = world.model.forward(inputs)
         held.copy_(pool)
-        assert torch.equal(graphs(ids, positions, caches, batch, None, None, 1, (x,)), expected)
+        assert torch.equal(graphs(inputs), expected)
 
 
 def test_results_outlive_the_next_step() -> None:
@@ -141,7 +143,8 @@ def test_results_outlive_the_next_step() -> None:
     for seed in range(2):
         ids, positions, batch, pool = world.make([(1, 9), (1, 12)], seed)
         held.copy_(pool)
-        results.append((graphs(ids, positions, caches, batch), world.model.forward(ids, positions, caches, batch)))
+        inputs = ForwardInputs(ids, positions, caches, batch)
+        results.append((graphs(inputs), world.model.forward(inputs)))
     assert all(torch.equal(*pair) for pair in results)
     assert not torch.equal(results[0][0], results[1][0])
 
@@ -151,7 +154,7 @@ def test_a_recording_keeps_what_its_replays_read() -> None:
     plans = [{"a plan": torch.zeros(1)}]
     graphs = Graphs(world.model.forward, recorder, lambda: plans[0])
     ids, positions, batch, pool = world.make([(1, 9)], 1)
-    graphs(ids, positions, layer_caches(world.layout, pool.view(-1)), batch)
+    graphs(ForwardInputs(ids, positions, layer_caches(world.layout, pool.view(-1)), batch))
     read = weakref.ref(plans[0]["a plan"])
     plans[0] = {}  # the next batch does this
     gc.collect()
@@ -174,8 +177,8 @@ def test_sizes_layers_and_caches_have_recordings_of_their_own() -> None:
     def run(lengths: list[tuple[int, int]], pool: int, layers: int | None = None) -> int:
         ids, positions, batch, content = world.make(lengths, 1)
         pools[pool].copy_(content)
-        result = graphs(ids, positions, caches[pool], batch, layers)
-        assert torch.equal(result, world.model.forward(ids, positions, caches[pool], batch, layers))
+        inputs = ForwardInputs(ids, positions, caches[pool], batch, layers)
+        assert torch.equal(graphs(inputs), world.model.forward(inputs))
         return len(recorded)
 
     assert run([(1, 9)], 0) == 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.kv_layout import make_layout
 from paceline.engine.runner import layer_caches
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.interface import Taps
+from paceline.kernels.interface import ForwardInputs, Taps
 from paceline.models.base import EncodedRows, Model
 
 TRIMMED = 2**31 - 1
@@ -66,8 +66,8 @@ class PagedContexts:
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
             counts = None if wanted is None else [wanted[request] for request in tokens]
-            own = (flat, torch.cat(positions), self._caches, batch)
-            hidden = self._model.forward(*own, taps=taps, wanted=counts, encoded=encoded)
+            inputs = ForwardInputs(flat, torch.cat(positions), self._caches, batch, taps=taps)
+            hidden = self._model.forward(inputs, counts, encoded)
             logits = self._model.logits(hidden).values
         self._trim()
         parts = torch.split(logits, [len(new) for new in tokens.values()] if counts is None else counts)

@@ -10,6 +10,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from paceline.core.errors import ConfigError
-from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Forward, Taps
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.interface import Forward, ForwardInputs, run_with_states
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
 
 RECORDED_TOKENS = 2
@@ -154,20 +154,14 @@ class Program:
         self._places: list[tuple[Op, str, int, int]] = []
         """Operation, operand, index in `_outside`, and offset in this tensor in bytes."""
 
-    def run(
-        self,
-        executor: Executor,
-        token_ids: Tensor,
-        positions: Tensor,
-        batch: AttentionBatch,
-        inputs: Sequence[Tensor] = (),
-    ) -> list[Tensor]:
+    def run(self, executor: Executor, inputs: ForwardInputs) -> list[Tensor]:
         """Compute a step and return the results, each in new memory."""
+        token_ids, positions, batch = inputs.token_ids, inputs.positions, inputs.batch
         tokens = len(token_ids)
         if tokens > self._capacity:
             self._make_room(-(-tokens // _TOKENS_STEP) * _TOKENS_STEP)
         results = [torch.empty(tokens, *row, dtype=dtype) for row, dtype in self._rows]
-        outside = [*(tensor.contiguous() for tensor in inputs), *results]
+        outside = [*(tensor.contiguous() for tensor in inputs.further), *results]
         for op, name, index, offset in self._places:
             setattr(op, name, outside[index].data_ptr() + offset)
         if token_ids.dtype != torch.int64 or positions.dtype != torch.int64:
@@ -227,52 +221,31 @@ class Replay:
         self._executor = executor
         self._programs: dict[tuple[object, ...], Program] = {}
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-    ) -> Tensor:
-        depths = taps.depths if taps is not None else ()
-        ends = [cache.first for cache in (caches[0], caches[-1])]
-        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        forms = [(tensor.shape[1:], tensor.dtype) for tensor in inputs]
-        key = (layers, begin, depths, *forms, *places[0], *places[1])
+    def __call__(self, inputs: ForwardInputs) -> Tensor:
+        key = inputs.recording_key
         with self._executor.one_at_a_time:
             program = self._programs.get(key)
             if program is None:
                 if len(self._programs) == _MAX_PROGRAMS:
                     self._programs.clear()
-                program = self._programs[key] = self._record(caches, batch, layers, depths, begin, inputs)
-            result, *states = program.run(self._executor, token_ids, positions, batch, inputs)
-        if taps is not None:
-            taps.states.update(zip(depths, states))
+                program = self._programs[key] = self._record(inputs)
+            result, *states = program.run(self._executor, inputs)
+        inputs.keep_states(states)
         return result
 
-    def _record(
-        self,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None,
-        depths: tuple[int, ...],
-        begin: int,
-        inputs: Sequence[Tensor],
-    ) -> Program:
-        taps = Taps(depths)
+    def _record(self, inputs: ForwardInputs) -> Program:
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
-        more = [torch.empty(RECORDED_TOKENS, *own.shape[1:], dtype=own.dtype, device="meta") for own in inputs]
-        self._executor.recorder = recorder = StepRecorder(batch.groups)
+        further = [
+            torch.empty(RECORDED_TOKENS, *own.shape[1:], dtype=own.dtype, device="meta") for own in inputs.further
+        ]
+        recorded = replace(inputs, token_ids=token_ids, positions=positions, further=further)
+        self._executor.recorder = recorder = StepRecorder(inputs.batch.groups)
         try:
             with _OnlyViews():  # type: ignore[no-untyped-call]
-                result = self._forward(token_ids, positions, caches, batch, layers, taps, begin, more)
+                results = run_with_states(self._forward, recorded)
         finally:
             self._executor.recorder = None
-        return Program(recorder, (token_ids, positions, *more), [result, *(taps.states[depth] for depth in depths)])
+        return Program(recorder, (token_ids, positions, *further), results)
 
 
 def _buffers(operands: Operands) -> list[Tensor]:

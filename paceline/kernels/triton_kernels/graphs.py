@@ -7,7 +7,7 @@ rows, so the real rows keep their bits. The exception is the vendor's matrix pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -17,8 +17,7 @@ import triton
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import AnyCache
-from paceline.kernels.interface import Forward, Taps
+from paceline.kernels.interface import Forward, ForwardInputs, Taps, run_with_states
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 
@@ -117,101 +116,75 @@ class Graphs:
         self._plans = plans
         self._graphs: dict[tuple[object, ...], _Graph] = {}
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        begin: int = 0,
-        inputs: Sequence[Tensor] = (),
-    ) -> Tensor:
-        size = size_of(batch)
+    def __call__(self, inputs: ForwardInputs) -> Tensor:
+        size = size_of(inputs.batch)
         if size is None:
-            return self._forward(token_ids, positions, caches, batch, layers, taps, begin, inputs)
-        depths = taps.depths if taps is not None else ()
-        ends = [cache.first for cache in (caches[0], caches[-1])]
-        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
-        forms = [(tensor.shape[1:], tensor.dtype) for tensor in inputs]
-        key = (size, layers, begin, depths, *forms, *places)
+            return self._forward(inputs)
+        key = (size, *inputs.recording_key)
         if key not in self._graphs:
             if len(self._graphs) == _MAX_GRAPHS:
                 self._graphs.clear()
                 self._record = self._recorder()
-            own = _Inputs(size, batch.groups, token_ids.device, inputs)
-            own.fill(token_ids, positions, batch, inputs)
-            self._graphs[key] = _Graph(own, self._bound(own, caches, layers, depths, begin), self._record, self._plans)
-        result, *states = self._graphs[key].run(token_ids, positions, batch, inputs)
-        if taps is not None:
-            taps.states.update(zip(depths, states))
+            self._graphs[key] = _Graph(_FixedInputs(size, inputs), self._forward, self._record, self._plans)
+        result, *states = self._graphs[key].run(inputs)
+        inputs.keep_states(states)
         return result
-
-    def _bound(
-        self, own: _Inputs, caches: Sequence[AnyCache], layers: int | None, depths: tuple[int, ...], begin: int
-    ) -> Callable[[], list[Tensor]]:
-        def run() -> list[Tensor]:
-            taps = Taps(depths)
-            result = self._forward(own.token_ids, own.positions, caches, own.batch, layers, taps, begin, own.further)
-            return [result, *(taps.states[depth] for depth in depths)]
-
-        return run
 
 
 class _Graph:
-    def __init__(
-        self, inputs: _Inputs, run: Callable[[], list[Tensor]], record: Record, plans: Callable[[], object]
-    ) -> None:
-        self._inputs = inputs
-        self._recording = record(run)
+    def __init__(self, fixed: _FixedInputs, forward: Forward, record: Record, plans: Callable[[], object]) -> None:
+        self._fixed = fixed
+        self._recording = record(lambda: run_with_states(forward, fixed.inputs))
         # The plans were made before the recording, outside of its pool. Nothing else keeps the memory that it reads.
         self._read_by_replays = plans()
 
-    def run(
-        self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        self._inputs.fill(token_ids, positions, batch, inputs)
+    def run(self, inputs: ForwardInputs) -> list[Tensor]:
+        self._fixed.fill(inputs)
         self._recording.replay()
         # Clones, because the next replay writes to the same place.
-        return [result[: len(token_ids)].clone() for result in self._recording.results]
+        return [result[: len(inputs.token_ids)].clone() for result in self._recording.results]
 
 
-class _Inputs:
+class _FixedInputs:
     """The inputs of a recording, always in the same place.
 
     Args:
-        groups: the groups of any batch of the model.
-        further: the inputs of any step beside token ids, positions and batch: [tokens, ...] each.
+        first: the first step, which is copied in.
     """
 
-    def __init__(
-        self, size: Size, groups: Sequence[GroupTables], device: torch.device, further: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, size: Size, first: ForwardInputs) -> None:
         requests, tokens = size.requests, size.requests * size.queries
-        self._device = device
-        self.token_ids, self.positions = (torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(2))
-        self.further = [torch.zeros(tokens, *own.shape[1:], dtype=own.dtype, device=device) for own in further]
+        device = self._device = first.token_ids.device
         self._lengths = torch.zeros(2 * requests + 1, dtype=torch.int32, device=device)
         query_start, context_len = torch.split(self._lengths, [requests + 1, requests])
-        self.batch = StaticBatch(
+        self._batch = StaticBatch(
             tuple(range(0, tokens + 1, size.queries)),
             (size.context,) * requests,
-            tuple(_room_for(group, size, device) for group in groups),
+            tuple(_room_for(group, size, device) for group in first.batch.groups),
             query_start,
             context_len,
         )
+        self.inputs = replace(
+            first,
+            token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            batch=self._batch,
+            further=[torch.zeros(tokens, *own.shape[1:], dtype=own.dtype, device=device) for own in first.further],
+            taps=Taps(first.depths),
+        )
+        self.fill(first)
 
-    def fill(self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, further: Sequence[Tensor]) -> None:
+    def fill(self, step: ForwardInputs) -> None:
         """Copy a step in. Old tokens remain after the step's own, but have no slot and belong to no request."""
-        tokens, missing = len(token_ids), len(self.batch.context_len) - len(batch.context_len)
-        self.token_ids[:tokens].copy_(token_ids)
-        self.positions[:tokens].copy_(positions)
-        for place, tensor in zip(self.further, further):
+        batch, fixed = step.batch, self._batch
+        tokens, missing = len(step.token_ids), len(fixed.context_len) - len(batch.context_len)
+        self.inputs.token_ids[:tokens].copy_(step.token_ids)
+        self.inputs.positions[:tokens].copy_(step.positions)
+        for place, tensor in zip(self.inputs.further, step.further):
             place[:tokens].copy_(tensor)
         lengths = (*batch.query_start, *(tokens,) * missing, *batch.context_len, *(0,) * missing)
         self._lengths.copy_(to_device(torch.tensor(lengths, dtype=torch.int32, device="cpu"), self._device))
-        for own, group in zip(self.batch.groups, batch.groups):
+        for own, group in zip(fixed.groups, batch.groups):
             requests, width = group.tables.shape[0], min(own.tables.shape[1], group.tables.shape[1])
             own.tables[:requests, :width].copy_(group.tables[:, :width])
             own.write_slots.fill_(-1)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.kv_layout import GroupShape
-from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.caches import AnyCache, LayerCache
-from paceline.kernels.interface import Kernels, Logits, Taps
+from paceline.kernels.caches import LayerCache
+from paceline.kernels.interface import ForwardInputs, Kernels, Logits
 from paceline.models.base import PADDING, EncodedRows
 from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
@@ -88,25 +87,17 @@ class TransformersModel:
             raise ModelError(f"{self.config.architecture} cannot run: {error}") from error
 
     def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: Sequence[AnyCache],
-        batch: AttentionBatch,
-        layers: int | None = None,
-        taps: Taps | None = None,
-        wanted: Sequence[int] | None = None,
-        encoded: EncodedRows | None = None,
+        self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:
-        if layers is not None or (taps is not None and taps.depths):
+        if inputs.layers is not None or inputs.depths:
             raise ConfigError("a model that runs in transformers cannot show states between its layers")
         hidden = self._no_hidden
-        if len(token_ids):  # other code does not expect a step whose requests had all ended
-            with self._attention.over(cast(Sequence[LayerCache], caches), batch, self.layer_groups):
-                hidden = self._hidden(token_ids, positions, encoded)
-        if taps is not None:
-            taps.check(hidden)
-        return hidden if wanted is None else wanted_rows(hidden, batch, wanted)
+        if len(inputs.token_ids):  # other code does not expect a step whose requests had all ended
+            with self._attention.over(cast(Sequence[LayerCache], inputs.caches), inputs.batch, self.layer_groups):
+                hidden = self._hidden(inputs.token_ids, inputs.positions, encoded)
+        if inputs.taps is not None:
+            inputs.taps.check(hidden)
+        return hidden if wanted is None else wanted_rows(hidden, inputs.batch, wanted)
 
     def logits(self, hidden: Tensor) -> Logits:
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)

@@ -12,6 +12,7 @@ from paceline.core.errors import ModelError
 from paceline.core.kv_layout import BASE_TOKENS, make_layout
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache, view_pool
+from paceline.kernels.interface import ForwardInputs
 from paceline.models.base import Model
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.1}
@@ -68,7 +69,7 @@ def _in_chunks(model: Model, contexts: Sequence[Tensor], dtype: torch.dtype) -> 
         starts = tuple(accumulate([0] + [end - begin] * count))
         batch = AttentionBatch(starts, (end,) * count, tuple(tables))
         tokens = torch.cat([context[begin:end] for context in contexts])
-        hidden = model.forward(tokens, positions, [caches[layer] for layer in sorted(caches)], batch)
+        hidden = model.forward(ForwardInputs(tokens, positions, [caches[layer] for layer in sorted(caches)], batch))
         for own, part in zip(parts, torch.split(hidden, end - begin)):
             own.append(part)
     model.logits(parts[0][0])
