@@ -18,8 +18,8 @@ class Numerics:
     dtype: str
     """Type of weights and activations, such as "bfloat16"."""
     quantization: str
-    """"int8" if weights were rounded when they were loaded, "gguf" if blocks of a GGUF file are multiplied in integers,
-    else "none". Other products with such blocks have the bits of "none"."""
+    """"int8" if weights were rounded when they were loaded, "gguf" or "checkpoint" if quantized weights of a GGUF file
+    or of the checkpoint are multiplied in integers, else "none". Other products with them have the bits of "none"."""
     implementation: str = "native"
     """The code that computes the model: "native" for ours, or "transformers" and its version."""
 

@@ -96,7 +96,7 @@ def load(
     kernels: Kernels,
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Loaded:
@@ -162,7 +162,7 @@ def load_encoders_alone(
     kernels: Kernels,
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
 ) -> LoadedEncoders:
     """Load the encoders of a model without the model. For arguments and errors see `load`.

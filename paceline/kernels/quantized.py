@@ -15,10 +15,9 @@ _ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [out, in] whose weights are bfloat16(value * scale + offset), with one rounding to fp32 before.
+    """A matrix [out, in] whose weights are value * scale + offset.
 
-    The weights are bfloat16 for any `dtype`, so that they equal those of the bfloat16 checkpoint that a GGUF file is
-    converted to.
+    They are rounded to fp32, then to `rounding`, then to `dtype`.
     """
 
     values: Tensor
@@ -32,15 +31,17 @@ class QuantizedMatrix:
     """4 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
+    rounding: torch.dtype = torch.bfloat16
+    """The dtype of the weights in the library of their format; for GGUF files bfloat16, to which they are converted."""
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
-    def rows(self, first: int, end: int) -> QuantizedMatrix:
-        """Return the matrix of outputs [first, end)."""
-        offsets = None if self.offsets is None else self.offsets[first:end]
-        return replace(self, values=self.values[first:end], scales=self.scales[first:end], offsets=offsets)
+    def __getitem__(self, outputs: slice | list[int]) -> QuantizedMatrix:
+        """Return the matrix of these outputs."""
+        offsets = None if self.offsets is None else self.offsets[outputs]
+        return replace(self, values=self.values[outputs], scales=self.scales[outputs], offsets=offsets)
 
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
@@ -51,7 +52,7 @@ class QuantizedMatrix:
         weights = values * self.scales.float().unsqueeze(2)
         if self.offsets is not None:
             weights += self.offsets.float().unsqueeze(2)
-        return weights.view(size_out, -1)[:, :size_in].bfloat16().to(self.dtype)
+        return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
 
 
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:

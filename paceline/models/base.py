@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,15 +35,17 @@ class FusedExperts:
         out = sum(self.sizes_out)
         return (self.experts, self.size_in, out) if self.transposed else (self.experts, out, self.size_in)
 
+    def outputs(self) -> list[slice]:
+        """Return the outputs of each part in one expert's matrix [sum(sizes_out), size_in]."""
+        count = len(self.sizes_out)
+        if self.interleaved:
+            return [slice(part, None, count) for part in range(count)]
+        return [slice(end - size, end) for size, end in zip(self.sizes_out, itertools.accumulate(self.sizes_out))]
+
     def parts(self, matrix: Tensor) -> list[Tensor]:
         """Return the parts [size_out, size_in] of one expert's matrix, as views."""
         matrix = matrix.T if self.transposed else matrix
-        count = len(self.sizes_out)
-        return (
-            [matrix[i::count] for i in range(count)]
-            if self.interleaved
-            else list(torch.split(matrix, list(self.sizes_out)))
-        )
+        return [matrix[outputs] for outputs in self.outputs()]
 
 
 class Weights(Protocol):

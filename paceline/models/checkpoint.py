@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,46 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
-from paceline.models import mxfp4
 from paceline.models.base import FusedExperts
+from paceline.models.formats import Codes, StoredTensor, WeightFormat
 from paceline.models.packed import Pack
 from paceline.models.read_ahead import Lookahead, will_read
 
 _NAMED_AT_MOST = 5
 _ROWS_COMPARED = 1024
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_DTYPES = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+}
+"""Dtypes by their names in safetensors files."""
 
 log = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """`Weights` from safetensors files, which are mapped into memory."""
+    """`Weights` from safetensors files, which are mapped into memory.
 
-    def __init__(self, files: Iterable[Path], dtype: torch.dtype, device: torch.device, pack: Pack) -> None:
+    Args:
+        stored: the format of quantized matrices; None if there are none.
+    """
+
+    def __init__(
+        self,
+        files: Iterable[Path],
+        dtype: torch.dtype,
+        device: torch.device,
+        pack: Pack,
+        stored: WeightFormat | None = None,
+    ) -> None:
         self.pack = pack
+        self._stored = stored
         self.dtype = dtype
         self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
@@ -65,7 +88,9 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
         if tensor.dtype not in dtypes:
-            raise ModelError(f"{file}: {name} has dtype {tensor.dtype}; quantized checkpoints are not supported")
+            raise ModelError(
+                f"{file}: {name} has dtype {tensor.dtype}; config.json names no format of quantized weights with it"
+            )
         return tensor
 
     def _find(self, name: str, shape: tuple[int, ...]) -> tuple[Path, Any] | None:
@@ -91,13 +116,15 @@ class Checkpoint:
 
     def has(self, name: str, *shape: int) -> bool:
         if name not in self._file_of or not shape:
-            return name in self._file_of
+            return name in self._file_of or self._is_quantized(name)
         _, handle = self._file_of[name]
         return tuple(handle.get_slice(name).get_shape()) == shape
 
     def is_one_matrix(self, name: str, other: str) -> bool:
-        if name not in self._file_of or other not in self._file_of:
+        if not (self.has(name) and self.has(other)):
             return True
+        if name not in self._file_of or other not in self._file_of:
+            return False  # one is quantized
         first, second = (self._file_of[each][1].get_slice(each) for each in (name, other))
         shape = first.get_shape()
         if second.get_shape() != shape:
@@ -105,14 +132,52 @@ class Checkpoint:
         parts = (slice(start, start + _ROWS_COMPARED) for start in range(0, shape[0], _ROWS_COMPARED))
         return all(torch.equal(first[rows], second[rows]) for rows in parts)
 
-    def _take_matrix(self, name: str, *shape: int) -> Tensor:
+    def _is_quantized(self, name: str) -> bool:
+        """Return whether the checkpoint has a matrix of this name, and has quantized it."""
+        marks = () if self._stored is None else self._stored.marks
+        return any(f"{_stem(name)}{mark}" in self._file_of for mark in marks)
+
+    def _take_matrix(self, name: str, *shape: int) -> Tensor | QuantizedMatrix:
         """Return a matrix for packing."""
+        if self._is_quantized(name):
+            size_out, size_in = shape
+            return next(self._quantized(name, (size_out, size_in)))
         return self.take(name, *shape) if self.pack.needs_content else self._leave_unread(name, *shape)
 
     def _leave_unread(self, name: str, *shape: int) -> Tensor:
         """Take a matrix without reading it. safetensors would touch it, and the system read megabytes around it."""
         self._find(name, shape)
         return torch.empty(shape, dtype=self.dtype, device="meta")
+
+    def _quantized(
+        self, name: str, shape: tuple[int, int], stack: tuple[int, ...] = ()
+    ) -> Iterator[Tensor | QuantizedMatrix]:
+        """Yield a matrix [out, in] that is quantized, or each of a stack of them."""
+        assert self._stored is not None
+        matrix = _stem(name)
+        tensors = self._stored.tensors(matrix, shape)
+        found = {part: self._take_stored(tensor, stack) for part, tensor in tensors.items() if self._is_there(tensor)}
+        for place in itertools.product(*map(range, stack)):
+            if any(tensor.is_meta for tensor in found.values()):
+                yield torch.empty(shape, dtype=self.dtype, device="meta")
+                continue
+            parts = {part: tensor[place] for part, tensor in found.items()}
+            for tensor in parts.values():
+                will_read(tensor)
+            decoded = self._stored.decode(matrix, parts, shape)
+            if isinstance(decoded, Codes):
+                yield _as_matrix(decoded, self.dtype)
+            else:
+                yield decoded.to(self._device, self.dtype)
+
+    def _is_there(self, tensor: StoredTensor) -> bool:
+        return tensor.name in self._file_of or not tensor.is_optional
+
+    def _take_stored(self, tensor: StoredTensor, stack: tuple[int, ...]) -> Tensor:
+        shape = (*stack, *tensor.shape)
+        if not self.pack.needs_content:
+            return self._leave_unread(tensor.name, *shape)
+        return self.take_table(tensor.name, *shape, dtypes=[_DTYPES[name] for name in tensor.dtypes])
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self._take_matrix(name, *shape)
@@ -122,14 +187,17 @@ class Checkpoint:
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
     ) -> list[PackedWeight]:
         weight = self._take_matrix(name, sum(sizes_out), size_in)
-        parts = torch.split(weight if order is None else weight[list(order)], list(sizes_out))
+        weight = weight if order is None else weight[list(order)]
+        ends = itertools.accumulate(sizes_out)
+        parts = [weight[end - size : end] for size, end in zip(sizes_out, ends)]
         return [self.pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
     ) -> list[PackedWeight]:
         weight = self._take_matrix(name, *shape)
-        return [self.pack(f"{name}[{index}]", each(weight)) for index, each in enumerate(derive)]
+        whole = weight if isinstance(weight, Tensor) else weight.dequantize()
+        return [self.pack(f"{name}[{index}]", each(whole)) for index, each in enumerate(derive)]
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
         packed = [
@@ -140,29 +208,15 @@ class Checkpoint:
 
     def expert_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
         """Yield the parts of each expert's matrix. Only one expert at a time is copied or converted."""
-        if f"{name}{mxfp4.BLOCKS}" in self._file_of:
-            yield from self._mxfp4_parts(name, replace(shape, transposed=False))
+        if self._is_quantized(name):
+            whole = replace(shape, transposed=False).shape
+            for matrix in self._quantized(name, whole[1:], whole[:1]):
+                yield [matrix[outputs] for outputs in shape.outputs()]
             return
         take = self.take_table if self.pack.needs_content else self._leave_unread
         for matrix in take(name, *shape.shape):
             will_read(matrix)
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
-
-    def _mxfp4_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
-        experts, size_out, size_in = shape.shape
-        counts = (experts, size_out, -(-size_in // BLOCK))
-        take = partial(self.take_table, dtypes=(torch.uint8,)) if self.pack.needs_content else self._leave_unread
-        blocks = take(f"{name}{mxfp4.BLOCKS}", *counts, mxfp4.BLOCK_BYTES)
-        scales = take(f"{name}{mxfp4.SCALES}", *counts)
-        if blocks.is_meta or scales.is_meta:
-            for _ in range(experts):
-                yield shape.parts(torch.empty(size_out, size_in, dtype=self.dtype, device="meta"))
-            return
-        for own, own_scales in zip(blocks, scales):
-            will_read(own)
-            will_read(own_scales)
-            parts = zip(shape.parts(own), shape.parts(own_scales))
-            yield [mxfp4.decode_mxfp4(*part, size_in, self.dtype) for part in parts]
 
     def leave(self, name: str) -> None:
         """Count a tensor as taken without reading it, because the caller reads it from another file."""
@@ -179,12 +233,33 @@ class Checkpoint:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
         """
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
-        left = [name for name in self._file_of if not name.endswith("rotary_emb.inv_freq") and not self._is_empty(name)]
+        endings = ("rotary_emb.inv_freq", *(() if self._stored is None else self._stored.unread))
+        left = [name for name in self._file_of if not name.endswith(endings) and not self._is_empty(name)]
         surplus = [name for name in left if not name.startswith(tuple(unread))]
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))
         self._file_of.clear()
         refuse_misfits(self._missing, self._misshaped, surplus)
+
+
+def _stem(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _as_matrix(codes: Codes, dtype: torch.dtype) -> QuantizedMatrix:
+    """Return whole numbers as kernels read them, with a scale for each block."""
+    size_in = codes.values.shape[1]
+    blocks = -(-size_in // BLOCK) * (2 if codes.group < BLOCK else 1)
+    rounding, offsets = codes.scales.dtype, codes.offsets
+    repeats = max(1, codes.group // BLOCK)
+    # Kernels read scales and offsets of one type: fp16, or fp32, which offsets need.
+    scales = codes.scales if rounding == torch.float16 and offsets is None else codes.scales.float()
+    spread = [
+        None if each is None else each.repeat_interleave(repeats, 1)[:, :blocks].contiguous()
+        for each in (scales, offsets)
+    ]
+    assert spread[0] is not None
+    return QuantizedMatrix(codes.values, spread[0], spread[1], codes.bits, dtype, rounding)
 
 
 def refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], surplus: Sequence[str] = ()) -> None:

@@ -7,13 +7,12 @@ import math
 from pathlib import Path
 
 from paceline.core.errors import ModelError
+from paceline.models.formats import WeightFormat
 
 BLOCKS_FILE = "gguf_blocks.safetensors"
 """File with the quantized blocks of a GGUF file, beside the weights that were converted from it."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MXFP4_BLOCKS = "_blocks"
-"""End of the names of tensors with weights in MXFP4."""
 _LENGTH_BYTES = 8
 """Bytes at the beginning of a safetensors file that tell the length of its header."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
@@ -54,28 +53,31 @@ def weight_files(folder: Path) -> list[Path]:
     raise ModelError(f"{folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there")
 
 
-def count_weights(folder: Path) -> int:
+def count_weights(folder: Path, stored: WeightFormat | None) -> int:
     """Return the number of weights in the safetensors files of a folder, as their headers say.
+
+    Args:
+        stored: the format of quantized weights; None if there are none.
 
     Raises:
         ModelError: see `weight_files`, or a file is damaged.
     """
-    return sum(map(_count_in_file, weight_files(folder)))
+    return sum(_count_in_file(file, stored) for file in weight_files(folder))
 
 
-def _count_in_file(file: Path) -> int:
+def _count_in_file(file: Path, stored: WeightFormat | None) -> int:
     try:
         with file.open("rb") as source:
             length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
             if length > file.stat().st_size:
                 raise ValueError("its header is longer than the file")
             header = json.loads(source.read(length))
-        tensors = [(name, own["dtype"], own["shape"]) for name, own in header.items() if name != "__metadata__"]
+        tensors = [(name, each["dtype"], each["shape"]) for name, each in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-    # In MXFP4 a byte has two weights, and scales are bytes, too.
-    per_element = {name: 1 if dtype != "U8" else 2 * name.endswith(MXFP4_BLOCKS) for name, dtype, _ in tensors}
-    return sum(per_element[name] * math.prod(shape) for name, _, shape in tensors)
+    if stored is None:
+        return sum(math.prod(shape) for _, _, shape in tensors)
+    return sum(stored.weights_in(name, dtype) * math.prod(shape) for name, dtype, shape in tensors)
 
 
 def indexed_files(folder: Path) -> list[Path]:

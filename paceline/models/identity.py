@@ -50,7 +50,7 @@ class ModelIdentity:
 
 
 def model_identity(
-    folder: Path, dtype: str, quantization: Quantization = "none", code: str = "native"
+    folder: Path, dtype: str, quantization: Quantization = "auto", code: str = "native"
 ) -> ModelIdentity:
     """Return the identity of the model in a folder, which covers every byte of every file that a worker computes with.
 

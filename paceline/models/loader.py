@@ -13,7 +13,14 @@ from paceline.kernels.interface import Kernels
 from paceline.models.base import Architecture, Model
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import implementation, read_assistant, read_config, read_encoders
+from paceline.models.config import (
+    implementation,
+    read_assistant,
+    read_config,
+    read_encoders,
+    read_format,
+    weight_form,
+)
 from paceline.models.content import cache_key
 from paceline.models.decoder import TEXT
 from paceline.models.encoders.base import Encoders
@@ -37,7 +44,7 @@ def load_model(
     kernels: Kernels,
     device: torch.device,
     packed_dir: Path | None = None,
-    quantization: Quantization = "none",
+    quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Model:
@@ -56,10 +63,10 @@ def load_model(
         from paceline.models.transformers_backend.loader import load_transformers
 
         return load_transformers(path, dtype, kernels, device, packed_dir, quantization, trust_remote_code)
-    config, packer = read_config(path), Packer(kernels, device, quantization)
+    config, packer = read_config(path), Packer(kernels, device, weight_form(path, quantization))
 
     def build(pack: Pack) -> Architecture:
-        checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
+        checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
         weights = weights_of(checkpoint, path, quantization)
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
@@ -107,7 +114,7 @@ def load_encoders(
         return None
 
     def build(pack: Pack) -> Encoders:
-        checkpoint = Checkpoint(weight_files(path), dtype, device, pack)
+        checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
         encoders = make_encoders(config, dtype, device, checkpoint, kernels)
         checkpoint.finish(TEXT)
         return encoders

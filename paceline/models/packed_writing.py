@@ -99,7 +99,7 @@ class Writing:
     def __init__(self, folder: Path, packer: Packer) -> None:
         self._packer = packer
         # Rounding and decoding are done by torch, which has a team of threads for each of ours.
-        most = _MOST_THREADS if packer.quantization == "none" else _MOST_WITH_TORCH
+        most = _MOST_THREADS if packer.weight_form == "none" else _MOST_WITH_TORCH
         threads = min(torch.get_num_threads(), most)
         self._threads = ThreadPoolExecutor(threads, "pack")
         self._most_unwritten = threads * (1 + _WAITING_PER_THREAD)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
-from paceline.core.config import Quantization
+from paceline.core.config import WeightForm
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
@@ -24,39 +24,40 @@ class Packer:
     """Packs the matrices of a model for kernels.
 
     Raises:
-        ConfigError: the quantization is unknown.
+        ConfigError: the form is unknown.
     """
 
     kernels: Kernels
     device: torch.device
     """Device on which dequantized matrices are packed."""
-    quantization: Quantization = "none"
+    weight_form: WeightForm = "none"
     needs_content: ClassVar[bool] = True
     """See `Pack`."""
 
     def __post_init__(self) -> None:
-        if self.quantization not in ("none", "int8", "gguf"):
-            raise ConfigError(f"--quantization must be none, int8 or gguf, not {self.quantization!r}")
+        if self.weight_form not in get_args(WeightForm):
+            raise ConfigError(f"--quantization must be auto, none, int8 or gguf, not {self.weight_form!r}")
 
     @property
     def form(self) -> str:
         """The form of packed matrices, as part of a folder's name; empty if matrices stay as they are."""
         kernels = self.kernels
-        return kernels.packing if self.quantization == "none" else kernels.quantized_packing
+        return kernels.packing if self.weight_form == "none" else kernels.quantized_packing
 
     @property
     def suffix(self) -> str:
         """A part of the names of folders, so that each quantization of a model has its own."""
-        return "" if self.quantization == "none" else f"-{self.quantization}"
+        return "" if self.weight_form == "none" else f"-{self.weight_form}"
 
     def __call__(self, name: str, weight: Matrix, allocate: Allocate | None = None) -> PackedWeight:
         """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized."""
         if isinstance(weight, BlockMatrix):
             return self.kernels.pack(weight.decode(), allocate)
-        rounds = self.quantization == "int8"
+        rounds = self.weight_form == "int8"
         if isinstance(weight, QuantizedMatrix):
-            # Such a matrix of a checkpoint fits in eight bits as it is.
-            return self.kernels.pack(weight if rounds else weight.dequantize().to(self.device), allocate)
+            # With int8, too: such a matrix of a checkpoint fits in eight bits as it is.
+            stays = self.weight_form != "none" and self.kernels.quantized_packing
+            return self.kernels.pack(weight if stays else weight.dequantize().to(self.device), allocate)
         rounds = rounds and weight.dim() == 2 and not weight.is_meta
         return self.kernels.pack(quantize_int8(weight) if rounds else weight, allocate)
 

@@ -15,15 +15,20 @@ from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels.kernels import TritonKernels
 
 DTYPES = (torch.bfloat16, torch.float32)
-# For each of GGUF's types: bits, has offsets, has fp32 scales, has two scales per block.
+# For GGUF's types and other formats: bits, has offsets, has fp32 scales, has two scales per block, rounding of weights.
 LAYOUTS = {
-    "Q4_0": (4, False, False, False),
-    "Q4_1": (4, True, False, False),
-    "Q4_K": (4, True, True, False),
-    "Q5_1": (8, True, False, False),
-    "Q5_K": (8, True, True, False),
-    "Q6_K": (8, False, True, True),
-    "Q8_0": (8, False, False, False),
+    "Q4_0": (4, False, False, False, torch.bfloat16),
+    "Q4_1": (4, True, False, False, torch.bfloat16),
+    "Q4_K": (4, True, True, False, torch.bfloat16),
+    "Q5_1": (8, True, False, False, torch.bfloat16),
+    "Q5_K": (8, True, True, False, torch.bfloat16),
+    "Q6_K": (8, False, True, True, torch.bfloat16),
+    "Q8_0": (8, False, False, False, torch.bfloat16),
+    "AWQ": (4, True, True, False, torch.float16),
+    "GPTQ": (4, False, False, False, torch.float16),
+    "GPTQ, 8 bits": (8, True, True, False, torch.float16),
+    "W4A16 of fp32": (4, False, True, False, torch.float32),
+    "W8A16 of fp32": (8, False, True, False, torch.float32),
 }
 
 
@@ -33,7 +38,7 @@ def native(request: pytest.FixtureRequest) -> NativeKernels:
 
 
 def random_matrix(layout: str, size_out: int, size_in: int, dtype: torch.dtype) -> QuantizedMatrix:
-    bits, has_offsets, wide, two_scales = LAYOUTS[layout]
+    bits, has_offsets, wide, two_scales, rounding = LAYOUTS[layout]
     generator = torch.Generator().manual_seed(size_in)
     low, high = (-128, 128) if bits == 8 else (0, 16) if has_offsets else (-8, 8)
     values = torch.randint(low, high, (size_out, size_in), generator=generator, dtype=torch.int8)
@@ -45,7 +50,7 @@ def random_matrix(layout: str, size_out: int, size_in: int, dtype: torch.dtype) 
     if wide:
         scales = scales.float() * 63
         offsets = None if offsets is None else offsets.float() * 61
-    return QuantizedMatrix(values, scales, offsets, bits, dtype)
+    return QuantizedMatrix(values, scales, offsets, bits, dtype, rounding)
 
 
 def unrounded(matrix: QuantizedMatrix) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_a_model_without_experts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints are not supported"),
+        (V3, {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "FP8, of the kind e5m2; only e4m3"),
         (V3, {"scoring_func": "softmax"}, "topk_method noaux_tc with scoring_func softmax is not supported"),
         (V3, {"n_group": 7}, r"the number of groups \(7\) must divide the number of experts \(256\)"),
         (V2_LITE, {"topk_method": "noaux_tc"}, "topk_method noaux_tc is not supported; supported are: greedy"),

@@ -58,7 +58,7 @@ def test_gpt_oss(tmp_path: Path) -> None:
     ("fields", "changes", "message"),
     [
         (GPT_OSS, {"swiglu_limit": 10.0}, "swiglu_limit 10.0 is not supported; supported is 7.0"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
+        (GPT_OSS, {"quantization_config": {"quant_method": "quark"}}, "quantized by quark; supported are awq, "),
     ],
 )
 def test_what_we_do_not_compute_is_refused(

@@ -116,7 +116,7 @@ def test_smollm3(tmp_path: Path) -> None:
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number that is not negative, not nan"),
         (LLAMA, {"rope_theta": 0}, "rope_theta must be above 0"),
         (LLAMA, {"rope_parameters": {"rope_theta": -1.0}}, "rope's rope_theta must be given, finite and above 0"),
-        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
+        (LLAMA, {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq; supported are awq, "),
         (LLAMA, {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
         (LLAMA, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type dynamic is not supported"),
         (LLAMA, {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
@@ -143,7 +143,7 @@ def test_smollm3(tmp_path: Path) -> None:
         (QWEN2, {"layer_types": ["sliding_attention"] * 2}, "sliding_window is missing"),
         (SMOLLM3, {"no_rope_layers": [1]}, "no_rope_layers describes 1 layers, num_hidden_layers is 2"),
         (SMOLLM3, {"layer_types": ["sliding_attention"] * 2}, "layer_types other than full_attention"),
-        (LLAMA, {"quantization_config": {"quant_method": "mxfp4"}}, "quantized checkpoints"),
+        (LLAMA, {"quantization_config": {"bits": 4}}, "quantized by an unnamed method; supported are awq, "),
     ],
 )
 def test_what_we_do_not_compute_is_refused(

@@ -193,7 +193,7 @@ def test_a_folder_without_blocks_is_told_apart(tmp_path: Path, save_llama: Any) 
 
 def test_an_unknown_way_is_refused(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
-    with pytest.raises(ConfigError, match="must be none, int8 or gguf, not 'fp8'"):
+    with pytest.raises(ConfigError, match="must be auto, none, int8 or gguf, not 'fp8'"):
         load(tmp_path, "fp8")
 
 

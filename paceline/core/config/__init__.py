@@ -18,6 +18,7 @@ from paceline.core.config.service import (
     RouterMode,
     ServiceConfig,
     TransportChoice,
+    WeightForm,
 )
 from paceline.core.config.worker import WorkerConfig
 
@@ -39,6 +40,7 @@ __all__ = [
     "ServeConfig",
     "ServiceConfig",
     "TransportChoice",
+    "WeightForm",
     "WorkerConfig",
     "check_http",
     "check_model_code",

@@ -15,8 +15,10 @@ GIB = 1 << 30
 KV_TOKENS = 24 * 1024
 """Tokens for which KV memory of the size "auto" has room."""
 
-Quantization = Literal["none", "int8", "gguf"]
-"""Format of a model's matrices in memory."""
+Quantization = Literal["auto", "none", "int8", "gguf"]
+"""Format of a model's matrices in memory, as the user chooses it."""
+WeightForm = Literal["none", "int8", "gguf", "checkpoint"]
+"""Format of a model's matrices in memory. "checkpoint" is the one in which quantized weights were saved."""
 KVPool = Literal["auto", "arena", "device"]
 """Memory that holds the KV blocks with which a worker computes."""
 RouterMode = Literal["kv", "round-robin"]

@@ -22,9 +22,10 @@ class WorkerConfig(ServiceConfig):
         "model",
     )
     quantization: Quantization = option(
-        "none",
-        "format of the model's matrices in memory. none: the type of --dtype. int8: blocks of signed bytes, to which "
-        "the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
+        "auto",
+        "format of the model's matrices in memory. auto: the checkpoint's, if it is quantized in safetensors (AWQ, "
+        "GPTQ, compressed-tensors, FP8, MXFP4), else none. none: the type of --dtype. int8: blocks of signed bytes, to "
+        "which the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
         "model",
     )
     model_impl: ModelImpl = option(

@@ -13,7 +13,8 @@ LANES = 16
 _ROWS = 1024 * LANES
 """Outputs that are packed at once. A vocabulary's matrix has too many for one piece."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
-_ALL = EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS
+HALF, UNROUNDED = 256, 512
+_ALL = EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
@@ -29,6 +30,8 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
         + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
         + OFFSETS * (matrix.offsets is not None)
         + TWO_SCALES * (not one_scale)
+        + HALF * (matrix.rounding == torch.float16)
+        + UNROUNDED * (matrix.rounding == torch.float32)
     )
 
 
@@ -46,7 +49,7 @@ def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
     """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each."""
     done = 0
     for first in range(0, matrix.shape[0], _ROWS):
-        tiles = _pack_rows(matrix.rows(first, first + _ROWS), tile_format)
+        tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
         to[done : done + len(tiles)] = tiles
         done += len(tiles)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from paceline.core.config import ModelImpl
+from paceline.core.config import ModelImpl, Quantization, WeightForm
 from paceline.core.errors import ModelError
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.encoders import (
@@ -37,6 +37,7 @@ from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
+from paceline.models.formats import WeightFormat, find_format
 from paceline.models.model_config import ModelConfig, ModelFacts
 
 _Config = TypeVar("_Config", ModelConfig, EncodersConfig)
@@ -127,6 +128,27 @@ def read_config(folder: Path) -> ModelConfig:
         ModelError: config.json cannot be read, or describes a model that none of our model files computes.
     """
     return _read(folder, _READERS)
+
+
+def read_format(folder: Path) -> WeightFormat | None:
+    """Return the format of a folder's quantized matrices; None if it has none.
+
+    Raises:
+        ModelError: config.json cannot be read, or names a format that we do not read.
+    """
+    raw = _read_json(folder / "config.json")
+    nested = raw.get("text_config")
+    try:
+        return find_format(raw) or (find_format(nested) if isinstance(nested, Mapping) else None)
+    except ModelError as error:
+        raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
+def weight_form(folder: Path, quantization: Quantization) -> WeightForm:
+    """Return the form of a model's matrices in memory. Raises ModelError like `read_format`."""
+    if quantization != "auto":
+        return quantization
+    return "none" if read_format(folder) is None else "checkpoint"
 
 
 def read_encoders(folder: Path) -> EncodersConfig | None:

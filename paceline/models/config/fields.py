@@ -8,15 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.core.errors import ModelError
+from paceline.models.formats import find_format
 from paceline.models.model_config import Activation, LayerType, Rope
 
 Json = Mapping[str, Any]
 
 LAYER_TYPES: Mapping[str, LayerType] = {"full_attention": "full", "sliding_attention": "sliding"}
 """Names of attention layers in `layer_types`."""
-
-_QUANTIZED: Mapping[str, str] = {"GptOssForCausalLM": "mxfp4"}
-"""The quantization of checkpoints that we read, for each architecture that has one."""
 
 
 _KINDS: Mapping[str, type] = {
@@ -172,9 +170,7 @@ class Fields:
             value = self.raw.get(name)
             if value is not None and not isinstance(value, kind):
                 raise ModelError(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.80}")
-        quantization = self.raw.get("quantization_config")
-        if quantization and quantization.get("quant_method") != _QUANTIZED.get(self.architecture):
-            raise ModelError("quantized checkpoints are not supported; use the bf16 one")
+        find_format(self.raw)
         if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
             raise ModelError("bidirectional attention is not supported")
         if self.raw.get("rope_interleaved"):

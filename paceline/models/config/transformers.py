@@ -37,7 +37,7 @@ def read_transformers(raw: Json, architecture: str) -> TransformersConfig:
     """
     text = _text_fields(raw)
     if text.get("quantization_config"):
-        raise ModelError("quantized checkpoints are not supported; use the bf16 one")
+        raise ModelError("quantized checkpoints need a native architecture (docs/architectures.md); use the bf16 one")
     dtype = str(text.get("dtype") or text.get("torch_dtype") or "float32")
     if dtype not in _DTYPES:
         raise ModelError(f"dtype {dtype} is not supported; supported are: {', '.join(_DTYPES)}")

@@ -9,6 +9,7 @@ import torch
 from paceline.core.config import Quantization
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
+from paceline.models.config import weight_form
 from paceline.models.content import cache_key
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.packed import PACKING, Pack, packed_weights
@@ -34,7 +35,7 @@ def load_transformers(
     def build(own: Pack) -> TransformersModel:
         return TransformersModel(folder, dtype, kernels, device, own, trust_remote_code)
 
-    packer = Packer(kernels, device, quantization)
+    packer = Packer(kernels, device, weight_form(folder, quantization))
     pack: Pack = packer
     if packed_dir is not None and packer.form:
         name = cache_key(f"{folder.name}{packer.suffix}", identity.digest, PACKING)

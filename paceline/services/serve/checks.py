@@ -12,7 +12,7 @@ from paceline.core.config import GIB, ServeConfig, has_pools
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
-from paceline.models.config import has_native_encoders, read_facts
+from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import BLOCKS_FILE, count_weights
 from paceline.models.model_config import ModelConfig
@@ -132,15 +132,16 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     Workers share the mapped checkpoint or the packed weights. Weights that plain torch converts or dequantizes are a
     copy in each worker.
     """
-    count, stored = count_weights(folder), read_facts(folder, config.model_impl).dtype
+    count, stored = count_weights(folder, read_format(folder)), read_facts(folder, config.model_impl).dtype
     dtype = stored if config.dtype == "auto" else config.dtype
     whole = count * _ITEMSIZES[dtype]
+    form = weight_form(folder, config.quantization)
     if config.kernels == "reference":
-        converts = dtype != stored or config.quantization != "none"
+        converts = dtype != stored or form != "none"
         return whole * (workers if converts else 1)
-    if config.quantization == "none":
+    if form == "none":
         return whole
-    if config.quantization == "gguf" and (folder / BLOCKS_FILE).is_file():
+    if form == "gguf" and (folder / BLOCKS_FILE).is_file():
         return (folder / BLOCKS_FILE).stat().st_size
     return count // 32 * 34
 
@@ -153,7 +154,7 @@ def _idle_expert_share(folder: Path, config: ServeConfig) -> float:
         return 0
     experts = facts.experts
     idle = (facts.num_layers - len(experts.dense_layers)) * (experts.count - experts.routing.top_k)
-    return idle * 3 * experts.inner_size * facts.hidden_size / count_weights(folder)
+    return idle * 3 * experts.inner_size * facts.hidden_size / count_weights(folder, read_format(folder))
 
 
 def _gib(size: int) -> str:

@@ -14,7 +14,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.numerics import Numerics
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.models.config import read_facts
+from paceline.models.config import read_facts, weight_form
 from paceline.models.identity import implementation_name
 
 log = logging.getLogger(__name__)
@@ -42,11 +42,11 @@ class ComputeOptions:
         if device.type == "cuda" and not has_pool:
             raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
-        is_exact = config.quantization == "gguf" and rounds_blocks(kernels, dtype)
-        quantization = "none" if is_exact else config.quantization
+        form = weight_form(Path(config.model), config.quantization)
+        is_exact = form in ("gguf", "checkpoint") and rounds_blocks(kernels, dtype)
         code = implementation_name(Path(config.model), config.model_impl)
         type_name = str(dtype).removeprefix("torch.")
-        numerics = Numerics(instruction_set_of(kernels, device), type_name, quantization, code)
+        numerics = Numerics(instruction_set_of(kernels, device), type_name, "none" if is_exact else form, code)
         return cls(device, dtype, kernels, has_pool, numerics)
 
 

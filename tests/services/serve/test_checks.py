@@ -90,7 +90,7 @@ def two_layers(folder: Path) -> Path:
 
 def test_a_draft_model_that_cannot_be_loaded_is_refused_whatever_the_model(draft_folder: Path) -> None:
     change(draft_folder, architectures=["OtherForCausalLM"], quantization_config={"bits": 4})
-    with pytest.raises(ConfigError, match=r"--speculative-config: .*quantized checkpoints are not supported"):
+    with pytest.raises(ConfigError, match=r"--speculative-config: .*quantized checkpoints need a native"):
         check_config(drafting(draft_folder))
     (draft_folder / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"--speculative-config: .*has no weights"):

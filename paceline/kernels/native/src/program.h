@@ -28,6 +28,9 @@ enum Format : int64_t {
     kFormatRows = 32,    // nibbles for table look-ups, one scale: 16-bit words [out / 4][in] of four outputs
     kFormatCompressed = 64,  // not quantized: see below
     kFormatWideWords = 128,  // nibbles for AMX: 32-bit words [in / 8][out % 8][in % 2] of [in / 2 % 4][out / 8]
+    // Weights are rounded to bf16 unless one of these is set.
+    kFormatHalf = 256,  // rounded to fp16
+    kFormatUnrounded = 512,
 };
 
 // Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a 4-bit code for the

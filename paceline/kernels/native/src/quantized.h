@@ -1,23 +1,31 @@
 // Linear layers and the embedding over weights that stay in blocks of 4 or 8 bits; see `Format` of program.h.
 //
-// A weight is bf16(value * scale + offset), with one rounding to fp32 before. Tiles are unpacked to the layout of
+// A weight is value * scale + offset, rounded to fp32, then as the format says, then to the type of x. Tiles are unpacked to the layout of
 // packed weights of the type of x just before the product of such weights. So results equal those of packed weights bit
 // for bit, in every instruction set, for one row and for many.
 
 constexpr int64_t kPrefetchBytes = 8192;  // distance of the prefetch from the tile that is unpacked
 constexpr int64_t kStrip = 4 * kDepth;    // values along `in` whose unpacked tiles stay in a core's L1 cache
 
+// What unpacked weights are rounded to, before a type of 16 bits rounds them as it holds them.
+enum class Rounding { kNone, kBf16, kHalf, kHalfThenBf16 };
+
 struct TileLayout {
     int64_t bits, scale_bytes, scales_per_block;
     bool offsets, rows;
+    Rounding rounding;
 
     TileLayout() = default;
-    explicit TileLayout(int64_t format)
+    // `widens`: whether x is bf16, but weights are unpacked to fp32.
+    TileLayout(int64_t format, bool widens)
         : bits(format & kFormatEightBits ? 8 : 4),
           scale_bytes(format & kFormatWideScales ? 4 : 2),
           scales_per_block(format & kFormatTwoScales ? 2 : 1),
           offsets(format & kFormatOffsets),
-          rows(format & kFormatRows) {}
+          rows(format & kFormatRows),
+          rounding(format & kFormatHalf                  ? widens ? Rounding::kHalfThenBf16 : Rounding::kHalf
+                   : format & kFormatUnrounded && !widens ? Rounding::kNone
+                                                          : Rounding::kBf16) {}
 
     int64_t code_bytes() const { return kLanes * kDepth * bits / 8; }
     int64_t scales_bytes() const { return kLanes * scale_bytes * scales_per_block; }
@@ -46,6 +54,29 @@ PACELINE_INLINE f32x16 widen_fp16(u16x16 half) {
 #endif
 }
 
+// Rounds to fp16 to the nearest, ties to even. Numbers that are too large become infinite.
+PACELINE_INLINE f32x16 round_to_half(f32x16 value) {
+#ifdef PACELINE_AVX512
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return bits<f32x16>(_mm512_cvtph_ps(_mm512_cvtps_ph(bits<__m512>(value), nearest)));
+#elif defined(PACELINE_AVX2)
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    const auto eight = [](const f32x8& own) PACELINE_INLINED {
+        return bits<f32x8>(_mm256_cvtph_ps(_mm256_cvtps_ph(bits<__m256>(own), nearest)));
+    };
+    return {eight(value.low), eight(value.high)};
+#else
+    const u32x16 word = bits<u32x16>(value), sign = word & 0x80000000u;
+    const f32x16 magnitude = bits<f32x16>(word ^ sign);
+    // Eleven significant bits, or a multiple of 2^-24, which is an ulp of the number that is added.
+    const u32x16 normal = (bits<u32x16>(magnitude) + (0xfff + (word >> 13 & 1))) & 0xffffe000u;
+    const f32x16 small = (magnitude + 0x1.8p-1f) - 0x1.8p-1f;
+    const u32x16 rounded = select(magnitude < splat(0x1p-14f), bits<u32x16>(small), normal);
+    const u32x16 infinite = splat<u32x16>(0x7f800000u);
+    return bits<f32x16>(select(bits<f32x16>(rounded) < splat(0x1p16f), rounded, infinite) | sign);
+#endif
+}
+
 PACELINE_INLINE f32x16 load_scales(const uint8_t* from, int64_t scale_bytes) {
     return scale_bytes == 2 ? widen_fp16(read<u16x16>(from)) : read<f32x16>(from);
 }
@@ -56,11 +87,24 @@ PACELINE_INLINE u32x16 round_pairs(f32x16 first, f32x16 second) {
     return bits<u32x16>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
 }
 
-// Stores pairs in a tile of packed weights: bf16 as one row of pairs, fp32 as two rows.
-PACELINE_INLINE void store_pairs(bf16* tile, int64_t row, u32x16 pairs) { write(tile + row * 32, pairs); }
-PACELINE_INLINE void store_pairs(float* tile, int64_t row, u32x16 pairs) {
-    store(tile + row * 32, bits<f32x16>(pairs << 16));
-    store(tile + row * 32 + 16, bits<f32x16>(pairs & 0xffff0000u));
+// Rounds pairs and stores them in a tile of packed weights: bf16 as one row of pairs, fp32 as two rows.
+template <Rounding kRounding>
+PACELINE_INLINE void store_pairs(bf16* tile, int64_t row, f32x16 first, f32x16 second) {
+    if (kRounding == Rounding::kHalf) first = round_to_half(first), second = round_to_half(second);
+    write(tile + row * 32, round_pairs(first, second));
+}
+template <Rounding kRounding>
+PACELINE_INLINE void store_pairs(float* tile, int64_t row, f32x16 first, f32x16 second) {
+    if (kRounding == Rounding::kBf16) {
+        const u32x16 pairs = round_pairs(first, second);
+        store(tile + row * 32, bits<f32x16>(pairs << 16));
+        store(tile + row * 32 + 16, bits<f32x16>(pairs & 0xffff0000u));
+        return;
+    }
+    if (kRounding == Rounding::kHalf) first = round_to_half(first), second = round_to_half(second);
+    constexpr auto places = make<i32x16>([](int i) { return 2 * i; });
+    store(tile + row * 32, __builtin_shuffle(first, second, places));
+    store(tile + row * 32 + 16, __builtin_shuffle(first, second, places + 1));
 }
 
 // Returns the table's entry for the low four bits of each lane.
@@ -85,7 +129,7 @@ struct Bytes {
     }
 };
 
-template <class Codes, class T>
+template <class Codes, Rounding kRounding, class T>
 static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T* to) {
     const Codes codes(layout.offsets);
     const uint8_t* scales = tile + layout.code_bytes();
@@ -103,8 +147,8 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
 #pragma GCC unroll 8
         for (int64_t i = 0; i < 8; ++i) {
             const int64_t row = part * 8 + i;
-            store_pairs(to, row, round_pairs(fma(codes(tile, row, 0), scale[0], offset[0]),
-                                             fma(codes(tile, row, 1), scale[1], offset[1])));
+            store_pairs<kRounding>(to, row, fma(codes(tile, row, 0), scale[0], offset[0]),
+                                   fma(codes(tile, row, 1), scale[1], offset[1]));
         }
     }
 }
@@ -139,19 +183,32 @@ struct Bytes {
     }
 };
 
-// Stores values at two places along `in` in a tile of packed weights, from the first place on.
-PACELINE_INLINE void store_places(float* to, const f32x16& first, const f32x16& second) {
-    store(to, round_finite(first));
-    store(to + kLanes, round_finite(second));
+template <Rounding kRounding>
+PACELINE_INLINE f32x16 round_weights(const f32x16& value) {
+    switch (kRounding) {
+        case Rounding::kNone: return value;
+        case Rounding::kBf16: return round_finite(value);
+        case Rounding::kHalf: return round_to_half(value);
+        case Rounding::kHalfThenBf16: return round_finite(round_to_half(value));
+    }
 }
+
+// Rounds values at two places along `in`, and stores them in a tile of packed weights from the first place on.
+template <Rounding kRounding>
+PACELINE_INLINE void store_places(float* to, const f32x16& first, const f32x16& second) {
+    store(to, round_weights<kRounding>(first));
+    store(to + kLanes, round_weights<kRounding>(second));
+}
+template <Rounding kRounding>
 PACELINE_INLINE void store_places(bf16* to, const f32x16& first, const f32x16& second) {
+    constexpr Rounding before = kRounding == Rounding::kHalf ? kRounding : Rounding::kNone;
     u16x16 pairs[2];
-    interleave(narrow(first), narrow(second), pairs[0], pairs[1]);
+    interleave(narrow(round_weights<before>(first)), narrow(round_weights<before>(second)), pairs[0], pairs[1]);
     write(to, pairs[0]);
     write(to + kLanes, pairs[1]);
 }
 
-template <class Codes, class T>
+template <class Codes, Rounding kRounding, class T>
 static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T* to) {
     const uint8_t* scales = tile + layout.code_bytes();
     f32x16 scale = {}, offset = {};
@@ -163,8 +220,8 @@ static inline void unpack_tile(const uint8_t* tile, const TileLayout& layout, T*
         }
         const Codes codes(tile, eight, layout.offsets);
         unrolled<4>([&](int i) PACELINE_INLINED {
-            store_places(to + (eight * 8 + 2 * i) * kLanes, fma(codes.at(2 * i), scale, offset),
-                         fma(codes.at(2 * i + 1), scale, offset));
+            store_places<kRounding>(to + (eight * 8 + 2 * i) * kLanes, fma(codes.at(2 * i), scale, offset),
+                                    fma(codes.at(2 * i + 1), scale, offset));
         });
     }
 }
@@ -186,7 +243,8 @@ static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf
     finish_writes();  // a broadcast of one number is free from memory, but slow from a register
     const f32x16 values = digits - (layout.offsets ? 0.0f : 8.0f);
     const auto numbers = [&](int64_t output) {
-        return bits<__m512>(fma(values, splat(scale[output]), splat(offset[output])));
+        const f32x16 exact = fma(values, splat(scale[output]), splat(offset[output]));
+        return bits<__m512>(layout.rounding == Rounding::kHalf ? round_to_half(exact) : exact);
     };
     // One table has the numbers of two outputs. The fifth bit of an index selects the output.
     const __m512i four_bits = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
@@ -270,14 +328,23 @@ static inline void multiply_by_rows(
     Worker&, const uint8_t*, const TileLayout&, int64_t, const T*, int64_t, int64_t, float*) {}
 
 // Unpacks `count` tiles of one group of sixteen outputs along `in`. They alternate with tiles of the other groups.
-template <class T>
+template <Rounding kRounding, class T>
 static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t groups, int64_t count, T* to) {
     const int64_t bytes = layout.tile_bytes();
     for (int64_t tile = 0; tile < count; ++tile, tiles += groups * bytes, to += kLanes * kDepth) {
         prefetch_tile(tiles, bytes);
         if (unpack_nibble_rows(tiles, layout, to)) continue;
-        if (layout.bits == 4) unpack_tile<Nibbles>(tiles, layout, to);
-        else unpack_tile<Bytes>(tiles, layout, to);
+        if (layout.bits == 4) unpack_tile<Nibbles, kRounding>(tiles, layout, to);
+        else unpack_tile<Bytes, kRounding>(tiles, layout, to);
+    }
+}
+template <class T>
+static void unpack(const uint8_t* tiles, const TileLayout& layout, int64_t groups, int64_t count, T* to) {
+    switch (layout.rounding) {
+        case Rounding::kBf16: return unpack<Rounding::kBf16>(tiles, layout, groups, count, to);
+        case Rounding::kHalf: return unpack<Rounding::kHalf>(tiles, layout, groups, count, to);
+        case Rounding::kNone: return unpack<Rounding::kNone>(tiles, layout, groups, count, to);
+        case Rounding::kHalfThenBf16: return unpack<Rounding::kHalfThenBf16>(tiles, layout, groups, count, to);
     }
 }
 
@@ -292,7 +359,7 @@ struct Quantized {
     int64_t outputs;
 
     static Quantized of(const void* data, const Op& op) {
-        return {static_cast<const uint8_t*>(data), TileLayout(op.format), op.n1};
+        return {static_cast<const uint8_t*>(data), TileLayout(op.format, sizeof(Weight) > sizeof(T)), op.n1};
     }
     static int64_t depth(int64_t in) { return round_up(in, kDepth); }
     static Columns columns(const Op& op) {

@@ -18,9 +18,11 @@ from paceline.kernels.reference import ReferenceKernels
 from paceline.models.base import FusedExperts, Model
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.folder import weight_files
+from paceline.models.formats import find_format
+from paceline.models.formats.mx import decode_mxfp4
 from paceline.models.loader import load_model
-from paceline.models.mxfp4 import decode_mxfp4
 from paceline.models.quantized import Packer
+from tests.models.formats.stored import whole
 from tests.models.test_model_logits import check_against_reference
 
 CPU = torch.device("cpu")
@@ -37,10 +39,8 @@ def test_every_code_and_every_scale_is_exact(size_in: int) -> None:
     scales = torch.arange(1, 256, dtype=torch.uint8).clamp(max=253).view(1, 255, 1).expand(2, 255, 3).contiguous()
     expected = convert_moe_packed_tensors(blocks, scales).mT[..., :size_in]
     for expert in range(2):
-        for dtype in (torch.bfloat16, torch.float32):
-            matrix = decode_mxfp4(blocks[expert], scales[expert], size_in, dtype)
-            assert matrix.shape == (255, size_in)
-            assert torch.equal(matrix.dequantize(), expected[expert].to(dtype))
+        codes = decode_mxfp4(blocks[expert].flatten(1), scales[expert], size_in)
+        assert torch.equal(whole(codes), expected[expert].float())
 
 
 @pytest.fixture
@@ -75,22 +75,23 @@ def test_int8_keeps_experts_without_loss(tmp_path: Path, save_mxfp4: Any, paged_
     del save_mxfp4
     kernels, name = ReferenceKernels(), "model.layers.1.mlp.experts.gate_up_proj"
     shape = FusedExperts(5, (32, 32), 64, transposed=True, interleaved=True)
-    whole, rounded = (
-        Checkpoint(weight_files(tmp_path), torch.bfloat16, CPU, Packer(kernels, CPU, how)).take_packed_experts(
+    stored = find_format({"quantization_config": {"quant_method": "mxfp4"}})
+    exact_parts, rounded = (
+        Checkpoint(weight_files(tmp_path), torch.bfloat16, CPU, Packer(kernels, CPU, how), stored).take_packed_experts(
             name, shape
         )
         for how in ("none", "int8")
     )
     for part in range(2):
         for expert in range(5):
-            assert torch.equal(whole[part][expert].data, rounded[part][expert].data)
+            assert torch.equal(exact_parts[part][expert].data, rounded[part][expert].data)
     contexts = [paged_contexts(load(tmp_path, how, torch.float32), 1, 32) for how in ("none", "int8")]
     exact, near = (own.step({0: list(range(3, 30))})[0] for own in contexts)
     error: Tensor = (exact - near).norm() / exact.norm()
     assert 0 < error < 0.05
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("quantization", ["auto", "none", "int8"])
 def test_later_starts_decode_nothing(
     tmp_path: Path, save_mxfp4: Any, paged_contexts: Any, monkeypatch: pytest.MonkeyPatch, quantization: Any
 ) -> None:
@@ -98,7 +99,7 @@ def test_later_starts_decode_nothing(
     models = []
     for number, folder in enumerate((None, tmp_path / "packed", tmp_path / "packed")):
         if number == 2:
-            monkeypatch.setattr("paceline.models.mxfp4.decode_mxfp4", None)
+            monkeypatch.setattr("paceline.models.formats.mx.decode_mxfp4", None)
         models.append(load_model(tmp_path, torch.bfloat16, select_kernels(CPU), CPU, folder, quantization))
     private, first, second = (
         paged_contexts(own, 1, 32, torch.bfloat16).step({0: list(range(3, 30))})[0] for own in models

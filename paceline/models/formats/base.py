@@ -1,0 +1,156 @@
+"""The interface of a weight format: how a checkpoint stores the matrices that it has quantized. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from paceline.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Json = Mapping[str, Any]
+
+PACKED = ("I32",)
+FLOATS = ("F16", "BF16", "F32")
+FLOAT8 = ("F8_E4M3",)
+BYTES = ("U8",)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of a quantized matrix, as a safetensors file has it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    """The dtypes that it may have, as the headers of safetensors files name them."""
+    is_optional: bool = False
+
+
+class Codes(NamedTuple):
+    """A matrix of small whole numbers: a weight is value * scale + offset, rounded to the dtype of the
+    scales."""
+
+    values: Tensor
+    """int8 [out, in]; see `QuantizedMatrix`."""
+    scales: Tensor
+    """[out, groups], fp16, bf16 or fp32. All groups have `group` values along `in`, but the last may have fewer."""
+    offsets: Tensor | None
+    """Same shape, fp32; or None, as with fp32 scales."""
+    bits: int
+    """4 or 8."""
+    group: int
+    """Values along `in` that share a scale: 16, or a multiple of 32."""
+
+
+class WeightFormat(Protocol):
+    """How a checkpoint stores its quantized matrices. A matrix that has none of these tensors is not quantized."""
+
+    name: ClassVar[str]
+    """The format in a few words, for people."""
+    marks: ClassVar[Sequence[str]]
+    """Ends of the names of tensors of which a quantized matrix has one, and no other matrix has any."""
+    unread: ClassVar[Sequence[str]]
+    """Ends of the names of tensors that are not read, such as scales of activations."""
+
+    def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
+        """Return the tensors of a matrix [out, in], by a name for `decode`.
+
+        Args:
+            matrix: the name of the matrix without its end ".weight".
+
+        Raises:
+            ModelError: the format cannot store a matrix of this shape.
+        """
+
+    def weights_in(self, tensor: str, dtype: str) -> int:
+        """Return the number of weights that one element of a tensor of this name and dtype holds."""
+
+    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
+        """Return a matrix, as whole numbers if kernels can read these, else as a tensor [out, in] of any float dtype.
+
+        Raises:
+            ModelError: the tensors contradict each other.
+        """
+
+
+def refuse(name: str, what: str) -> ModelError:
+    """Return the error for a checkpoint of a format whose variant is not supported."""
+    return ModelError(f"the checkpoint's weights are quantized as {name}, {what}")
+
+
+def count_field(config: Json, name: str, field: str, default: int | None = None) -> int:
+    """Return a whole number of a format's config. Raises ModelError if it is none."""
+    value = config.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise refuse(name, f"but {field} is {value!r:.40}, not a whole number")
+    return value
+
+
+def groups_of(name: str, group_size: int, size_in: int) -> tuple[int, int]:
+    """Return the values of one group, and the number of groups, of a row with `size_in` values.
+
+    Args:
+        group_size: as the format's config says it: -1 means one group for each row.
+    """
+    if group_size == -1:
+        return -(-size_in // 32) * 32, 1
+    if group_size <= 0 or (group_size != 16 and group_size % 32):
+        raise refuse(name, f"in groups of {group_size}; groups must have 16 values, or a multiple of 32")
+    return group_size, -(-size_in // group_size)
+
+
+def object_field(config: Json, name: str, field: str) -> Json:
+    """Return an object of a format's config; empty if it is missing or null. Raises ModelError if it is none."""
+    value = config.get(field) or {}
+    if not isinstance(value, Mapping):
+        raise refuse(name, f"but {field} is {value!r:.40}, not an object")
+    return value
+
+
+def is_in_order(groups_of_inputs: Tensor, group: int) -> bool:
+    """Return whether input i belongs to group i // group. Some writers say so by zeros alone."""
+    in_order = groups_of_inputs.new_tensor(range(len(groups_of_inputs))) // group
+    return bool((groups_of_inputs == in_order).all() or (groups_of_inputs == 0).all())
+
+
+def checked_groups(name: str, tensor: str, groups_of_inputs: Tensor, groups: int) -> Tensor:
+    """Return the group of each input, int64 [in]. Raises ModelError if there is no such group."""
+    if int(groups_of_inputs.min()) < 0 or int(groups_of_inputs.max()) >= groups:
+        raise refuse(name, f"but {tensor} names groups outside of 0 to {groups - 1}")
+    return groups_of_inputs.long()
+
+
+def spread(scales: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Repeat the scale of each block, so that each element of a matrix of this shape has its own."""
+    for dim, (count, size) in enumerate(zip(block, shape)):
+        scales = scales.repeat_interleave(count, dim).narrow(dim, 0, size)
+    return scales
+
+
+def unpack_words(packed: Tensor, bits: int, bias: int) -> Tensor:
+    """Unpack int32 words [..., words] to int8 [..., 32 / bits * words], the lowest bits first, minus `bias`."""
+    count, mask = 32 // bits, (1 << bits) - 1
+    values = packed.new_empty(*packed.shape, count).char()
+    for index in range(count):
+        values[..., index] = (packed >> bits * index & mask) - bias
+    return values.flatten(-2)
+
+
+def with_zeros(values: Tensor, zeros: Tensor, scales: Tensor, bits: int, group: int) -> Codes | Tensor:
+    """Return the matrix (value - zero) * scale, computed in the dtype of the scales.
+
+    Args:
+        values: int8 [out, in]: 4-bit codes from 0 to 15, or 8-bit codes minus 128.
+        zeros: int16 [out, groups]: the zero of each group among the codes, before 128 is subtracted.
+    """
+    middle = 1 << bits - 1
+    shift = middle if bits == 8 else 0
+    if bool((zeros == middle).all()):  # symmetric, which needs no offsets
+        return Codes(values if shift else values - middle, scales, None, bits, group)
+    if str(scales.dtype) == "torch.float32":  # an offset has too many bits
+        whole = values.short() + shift - spread(zeros, (1, group), values.shape)
+        return whole * spread(scales, (1, group), values.shape)
+    offsets = (shift - zeros.float()) * scales.float()
+    return Codes(values, scales, offsets, bits, group)
