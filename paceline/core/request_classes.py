@@ -29,7 +29,7 @@ DEFAULT = "default"
 BACKGROUND = "background"
 """Class of the lines of batches. It has no objectives, because nobody waits for an answer."""
 
-_ADVICE = "docs/operations.md shows how to write it"
+_ADVICE = "docs/operations/load.md shows how to write it"
 Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 

@@ -13,7 +13,7 @@ from paceline.core.context import Tail
 from paceline.core.kv_layout import NO_SLOT, KVLayout, slots_tail_first
 from paceline.engine.compute_pool import CopyBatch
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
-from paceline.engine.request import LEAVING, Place, Request
+from paceline.engine.request import LEAVING, Request, Residence
 from paceline.engine.step import Event
 
 _WEIGHT = 0.1
@@ -152,7 +152,7 @@ class DevicePool:
     def check(self, requests: Collection[Request]) -> list[str]:
         wrong = [f"{request.key} holds blocks, but is not here" for request in self._held.keys() - set(requests)]
         for request in requests:
-            if request.place not in LEAVING and (request.place is Place.WAITING) == (request in self._held):
+            if request.place not in LEAVING and (request.place is Residence.WAITING) == (request in self._held):
                 wrong.append(f"{request.key} is {request.place.name}, which does not fit its blocks in the pool")
         if self._stores or any(held.copies for held in self._held.values()):
             return wrong  # references of stores are known to their batches alone

@@ -16,7 +16,7 @@ from paceline.engine.prompt_order import Arrival
 from paceline.engine.speculation import Acceptance
 
 
-class Place(Enum):
+class Residence(Enum):
     """The place of a request in the engine. `Residents` moves it; `residents.TRANSITIONS` has the possible moves."""
 
     WAITING = "waiting"
@@ -37,7 +37,7 @@ class Place(Enum):
     """Nothing uses its blocks any more, and the engine does not know it."""
 
 
-LEAVING = frozenset((Place.PREEMPTED, Place.ENDED, Place.REMOVED))
+LEAVING = frozenset((Residence.PREEMPTED, Residence.ENDED, Residence.REMOVED))
 """Places of requests that leave the engine as soon as no step in flight includes them and no copy touches their blocks.
 """
 
@@ -105,7 +105,7 @@ class Request:
     """End of the last span of media; 0 if there is none."""
     sealed_blocks: list[int] = field(init=False)
     """[groups]: number of blocks at the front that are sealed."""
-    place: Place = field(default=Place.WAITING, init=False)
+    place: Residence = field(default=Residence.WAITING, init=False)
     growing: bool = field(default=False, init=False)
     """Whether the engine has asked for more blocks and does not have them yet."""
     row: int | None = field(default=None, init=False)

@@ -14,20 +14,20 @@ from collections.abc import Callable, Sequence
 
 from paceline.core.types import Key
 from paceline.engine.compute_pool import ComputePool, CopyBatch
-from paceline.engine.request import LEAVING, Place, Request
+from paceline.engine.request import LEAVING, Request, Residence
 from paceline.engine.row_allocator import RowAllocator
 from paceline.engine.stats import SchedulerStats
 from paceline.engine.step import Event, NeedsBlocks, Preempted, Removed
 
-TRANSITIONS: dict[Place, frozenset[Place]] = {
-    Place.WAITING: frozenset((Place.LOADING, Place.RUNNING, Place.PREEMPTED, Place.REMOVED)),
-    Place.LOADING: frozenset((Place.RUNNING, Place.SWAPPING_OUT, Place.PREEMPTED, Place.REMOVED)),
-    Place.RUNNING: frozenset((Place.SWAPPING_OUT, Place.PREEMPTED, Place.ENDED, Place.REMOVED)),
-    Place.SWAPPING_OUT: frozenset((Place.WAITING, Place.PREEMPTED, Place.ENDED, Place.REMOVED)),
-    Place.PREEMPTED: frozenset((Place.ENDED, Place.REMOVED, Place.GONE)),
-    Place.ENDED: frozenset((Place.REMOVED, Place.GONE)),
-    Place.REMOVED: frozenset((Place.REMOVED, Place.GONE)),
-    Place.GONE: frozenset(),
+TRANSITIONS: dict[Residence, frozenset[Residence]] = {
+    Residence.WAITING: frozenset((Residence.LOADING, Residence.RUNNING, Residence.PREEMPTED, Residence.REMOVED)),
+    Residence.LOADING: frozenset((Residence.RUNNING, Residence.SWAPPING_OUT, Residence.PREEMPTED, Residence.REMOVED)),
+    Residence.RUNNING: frozenset((Residence.SWAPPING_OUT, Residence.PREEMPTED, Residence.ENDED, Residence.REMOVED)),
+    Residence.SWAPPING_OUT: frozenset((Residence.WAITING, Residence.PREEMPTED, Residence.ENDED, Residence.REMOVED)),
+    Residence.PREEMPTED: frozenset((Residence.ENDED, Residence.REMOVED, Residence.GONE)),
+    Residence.ENDED: frozenset((Residence.REMOVED, Residence.GONE)),
+    Residence.REMOVED: frozenset((Residence.REMOVED, Residence.GONE)),
+    Residence.GONE: frozenset(),
 }
 """The places to which a request may move from each place."""
 
@@ -87,13 +87,13 @@ class Residents:
         if request is None:
             self._emit(Removed(key))
         else:
-            self._leave(request, Place.REMOVED)
+            self._leave(request, Residence.REMOVED)
 
     def end(self, request: Request) -> None:
         """Let a request leave because the engine is done with it."""
-        self._leave(request, Place.ENDED)
+        self._leave(request, Residence.ENDED)
 
-    def _leave(self, request: Request, place: Place) -> None:
+    def _leave(self, request: Request, place: Residence) -> None:
         self._move(request, place)
         self._staying.pop(request.key, None)
         self._grown.pop(request.key, None)
@@ -125,7 +125,7 @@ class Residents:
         if not self._made_room and not self._awaits_preempted():
             self._made_room = True
             self._stats.preemptions += 1
-            self._leave(self.by_urgency()[-1], Place.PREEMPTED)
+            self._leave(self.by_urgency()[-1], Residence.PREEMPTED)
         self._let_starved_ask()
 
     def _let_starved_ask(self) -> None:
@@ -136,7 +136,7 @@ class Residents:
             self._starved.clear()
 
     def _awaits_preempted(self) -> bool:
-        return any(request.place is Place.PREEMPTED for request in self._leaving.values())
+        return any(request.place is Residence.PREEMPTED for request in self._leaving.values())
 
     # ---- the pool
 
@@ -152,16 +152,16 @@ class Residents:
         An urgent request takes the slots of the background.
         """
         for key, request in list(self._grown.items()):
-            while request.place in (Place.LOADING, Place.RUNNING) and not self._pool.extend(request):
+            while request.place in (Residence.LOADING, Residence.RUNNING) and not self._pool.extend(request):
                 if not self._make_room():
                     return  # slots that become free are for the requests in the pool
-            if request.place is not Place.WAITING:
+            if request.place is not Residence.WAITING:
                 self._rows.extend(request, self._pool.tables(request))
             del self._grown[key]
         for request in self.by_urgency():
-            while request.place is Place.WAITING:
+            while request.place is Residence.WAITING:
                 if self._pool.admit(request, self._stats.prefill_tokens_per_second):
-                    self._move(request, Place.LOADING if self._pool.is_copying(request) else Place.RUNNING)
+                    self._move(request, Residence.LOADING if self._pool.is_copying(request) else Residence.RUNNING)
                 elif request.background or not self._make_room(only_background=True):
                     return
 
@@ -170,31 +170,31 @@ class Residents:
 
         Return whether its slots are free already.
         """
-        there = [request for request in self.by_urgency() if request.place is not Place.WAITING]
-        if any(request.place is Place.SWAPPING_OUT for request in there):
+        there = [request for request in self.by_urgency() if request.place is not Residence.WAITING]
+        if any(request.place is Residence.SWAPPING_OUT for request in there):
             return False
         if only_background and not (there and there[-1].background):
             return False
         last = there[-1]
-        self._move(last, Place.SWAPPING_OUT)
+        self._move(last, Residence.SWAPPING_OUT)
         self._stats.swap_outs += 1
         self._settle(last)
-        return last.place is Place.WAITING
+        return last.place is Residence.WAITING
 
     def finish_copies(self, copies: CopyBatch, seconds: float) -> None:
         """Note that a batch was copied, in `seconds`."""
         request = copies.request
         for event in self._pool.finish_copies(copies, seconds):
             self._emit(event)
-        if copies.loads and request.place is Place.LOADING:
-            self._move(request, Place.RUNNING)
+        if copies.loads and request.place is Residence.LOADING:
+            self._move(request, Residence.RUNNING)
         self._settle(request)
 
     # ---- steps
 
     def can_run(self, request: Request) -> bool:
         """Return whether the next step may include the request. Give it a row if it has none and one is free."""
-        if request.place is not Place.RUNNING:
+        if request.place is not Residence.RUNNING:
             return False
         return request.row is not None or self._rows.assign(request, self._pool.tables(request))
 
@@ -213,7 +213,7 @@ class Residents:
 
     # ---- the machine
 
-    def _move(self, request: Request, place: Place) -> None:
+    def _move(self, request: Request, place: Residence) -> None:
         if place not in TRANSITIONS[request.place]:
             raise RuntimeError(f"{request.key} cannot move from {request.place.name} to {place.name}")
         request.place = place
@@ -222,13 +222,13 @@ class Residents:
         """Continue the end or the swap-out of a request, if no step or copy uses its blocks any more."""
         if request.launched:
             return
-        if request.place is Place.SWAPPING_OUT:
+        if request.place is Residence.SWAPPING_OUT:
             if request.row is not None:
                 self._rows.release(request)
                 self._pool.hold_until_stored(request, [], whole=True)
             if not self._pool.is_copying(request):
                 self._pool.release(request)
-                self._move(request, Place.WAITING)
+                self._move(request, Residence.WAITING)
         elif request.place in LEAVING and not self._pool.is_copying(request):
             self._forget(request)
 
@@ -236,9 +236,9 @@ class Residents:
         del self._leaving[request.key]
         self._rows.release(request)
         self._pool.release(request)
-        if request.place is not Place.ENDED:
-            self._emit((Preempted if request.place is Place.PREEMPTED else Removed)(request.key))
-        self._move(request, Place.GONE)
+        if request.place is not Residence.ENDED:
+            self._emit((Preempted if request.place is Residence.PREEMPTED else Removed)(request.key))
+        self._move(request, Residence.GONE)
         self._let_starved_ask()
 
     # ---- integrity
@@ -256,11 +256,11 @@ class Residents:
     def _problems_of(self, request: Request) -> list[str]:
         place, copying, launched = request.place, self._pool.is_copying(request), len(request.launched)
         wrong = [
-            (place in (Place.WAITING, Place.LOADING) and launched > 0, "is in steps"),
-            (place in (Place.WAITING, Place.LOADING) and request.row is not None, "has a row"),
-            (place is Place.WAITING and copying, "has copies"),
-            (place is Place.LOADING and not copying, "has no copies"),
-            (place is Place.SWAPPING_OUT and not (launched or copying), "waits for nothing"),
+            (place in (Residence.WAITING, Residence.LOADING) and launched > 0, "is in steps"),
+            (place in (Residence.WAITING, Residence.LOADING) and request.row is not None, "has a row"),
+            (place is Residence.WAITING and copying, "has copies"),
+            (place is Residence.LOADING and not copying, "has no copies"),
+            (place is Residence.SWAPPING_OUT and not (launched or copying), "waits for nothing"),
             (place in LEAVING and not (launched or copying), "waits for nothing"),
             (launched > 0 and request.row is None, "is in steps without a row"),
             (not request.computed_len <= request.planned_len <= len(request.token_ids), "has impossible lengths"),

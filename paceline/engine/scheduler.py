@@ -27,7 +27,7 @@ from paceline.engine.chunk_planner import ChunkPlanner
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
 from paceline.engine.limits import Limits
 from paceline.engine.prompt_order import PromptOrder, is_long
-from paceline.engine.request import Place, Request
+from paceline.engine.request import Request, Residence
 from paceline.engine.residents import Residents
 from paceline.engine.results import Results
 from paceline.engine.row_allocator import RowAllocator
@@ -155,7 +155,7 @@ class Scheduler:
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
         for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
             request = self._residents.find_in_step(chunk.key)
-            if request.place not in (Place.ENDED, Place.REMOVED):
+            if request.place not in (Residence.ENDED, Residence.REMOVED):
                 events, is_over = self._results.apply(request, chunk, own, drafter_len, result.seconds)
                 self._events += events
                 if is_over:

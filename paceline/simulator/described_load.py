@@ -257,6 +257,6 @@ def read_load(path: Path) -> DescribedLoad:
         if place[2:3] and place[2] in _AMOUNTS:  # one error for each way to write it, which would confuse
             place, message = place[:3], _AMOUNT_ADVICE
         where = ".".join(map(str, place)) or "the load"
-        raise ConfigError(f"{path}: {where}: {message}; docs/operations.md shows an example") from None
+        raise ConfigError(f"{path}: {where}: {message}; docs/operations/simulating.md shows an example") from None
     except ValueError as error:
         raise ConfigError(f"{path} is neither TOML nor JSON that can be read: {error}") from None

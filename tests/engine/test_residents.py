@@ -8,7 +8,7 @@ import pytest
 
 from paceline.engine.compute_pool import ArenaPool, ComputePool
 from paceline.engine.device_pool import DevicePool
-from paceline.engine.request import Place, Request
+from paceline.engine.request import Request, Residence
 from paceline.engine.residents import TRANSITIONS, Residents
 from paceline.engine.row_allocator import RowAllocator
 from paceline.engine.stats import SchedulerStats
@@ -41,15 +41,15 @@ class House:
 
 
 def test_a_request_can_go_from_each_place_but_the_last_and_comes_to_each_place() -> None:
-    assert set(TRANSITIONS) == set(Place)
-    assert [place for place, after in TRANSITIONS.items() if not after] == [Place.GONE]
-    assert set().union(*TRANSITIONS.values()) == set(Place)
+    assert set(TRANSITIONS) == set(Residence)
+    assert [place for place, after in TRANSITIONS.items() if not after] == [Residence.GONE]
+    assert set().union(*TRANSITIONS.values()) == set(Residence)
 
 
 def test_only_a_request_that_leaves_is_gone_and_none_comes_back_from_leaving() -> None:
-    leaving = {Place.PREEMPTED, Place.ENDED, Place.REMOVED}
-    assert {place for place, after in TRANSITIONS.items() if Place.GONE in after} == leaving
-    assert all(TRANSITIONS[place] <= {*leaving, Place.GONE} for place in leaving)
+    leaving = {Residence.PREEMPTED, Residence.ENDED, Residence.REMOVED}
+    assert {place for place, after in TRANSITIONS.items() if Residence.GONE in after} == leaving
+    assert all(TRANSITIONS[place] <= {*leaving, Residence.GONE} for place in leaving)
 
 
 def test_a_move_that_is_not_in_the_table_is_refused() -> None:
@@ -62,26 +62,26 @@ def test_a_move_that_is_not_in_the_table_is_refused() -> None:
 def test_in_the_arena_a_request_runs_at_once_and_is_gone_after_its_last_step() -> None:
     house = House()
     request = house.add("r")
-    assert request.place is Place.WAITING
+    assert request.place is Residence.WAITING
     house.residents.begin_plan()
-    assert request.place is Place.RUNNING
+    assert request.place is Residence.RUNNING
     house.run(request)
     house.run(request)
     house.residents.end(request)
     house.residents.land(request)
-    assert (request.place, request.row is None) == (Place.ENDED, False)
+    assert (request.place, request.row is None) == (Residence.ENDED, False)
     house.residents.land(request)
-    assert (request.place, request.row, house.events) == (Place.GONE, None, [])
+    assert (request.place, request.row, house.events) == (Residence.GONE, None, [])
 
 
 def test_a_request_is_in_no_step_before_its_blocks_are_in_the_pool() -> None:
     house = House(DevicePool(FULL, 8))
     request = house.add("r", computed=40)
     house.residents.begin_plan()
-    assert request.place is Place.LOADING
+    assert request.place is Residence.LOADING
     assert not house.residents.can_run(request)
     house.finish_copies()
-    assert request.place is Place.RUNNING
+    assert request.place is Residence.RUNNING
     assert house.residents.can_run(request)
 
 
@@ -94,15 +94,15 @@ def test_the_newest_request_is_swapped_out_after_its_steps_and_copies_and_comes_
         house.run(request)
     house.residents.grow(old.key, [list(range(5))])
     house.residents.begin_plan()
-    assert (old.place, new.place) == (Place.RUNNING, Place.SWAPPING_OUT)
+    assert (old.place, new.place) == (Residence.RUNNING, Residence.SWAPPING_OUT)
     house.residents.land(new)
-    assert (new.place, new.row) == (Place.SWAPPING_OUT, None)  # its last block is being stored
+    assert (new.place, new.row) == (Residence.SWAPPING_OUT, None)  # its last block is being stored
     house.finish_copies()
-    assert (new.place, house.stats.swap_outs) == (Place.WAITING, 1)
+    assert (new.place, house.stats.swap_outs) == (Residence.WAITING, 1)
     house.residents.land(old)
     house.residents.remove(old.key)
     house.residents.admit()
-    assert new.place is Place.LOADING
+    assert new.place is Residence.LOADING
     assert house.residents.check() == []
 
 
@@ -117,7 +117,7 @@ def test_a_request_that_is_swapped_out_and_removed_stores_nothing_any_more() -> 
     house.residents.begin_plan()
     house.residents.remove(new.key)
     house.residents.land(new)
-    assert (new.place, house.events) == (Place.GONE, [Removed(new.key)])
+    assert (new.place, house.events) == (Residence.GONE, [Removed(new.key)])
     assert house.pool.take_copies() == []
 
 
@@ -127,7 +127,7 @@ def test_a_preempted_request_that_is_removed_is_told_of_once() -> None:
     house.residents.begin_plan()
     house.run(new)
     house.residents.starve(old.key)
-    assert new.place is Place.PREEMPTED
+    assert new.place is Residence.PREEMPTED
     for _ in range(2):
         house.residents.remove(new.key)
     house.residents.land(new)
@@ -150,12 +150,12 @@ def test_who_starves_may_ask_again_when_the_preempted_request_is_gone() -> None:
 @pytest.mark.parametrize(
     ("tamper", "fault"),
     [
-        (lambda request: setattr(request, "place", Place.WAITING), "is WAITING and is in steps"),
-        (lambda request: setattr(request, "place", Place.ENDED), "is among those that stay"),
+        (lambda request: setattr(request, "place", Residence.WAITING), "is WAITING and is in steps"),
+        (lambda request: setattr(request, "place", Residence.ENDED), "is among those that stay"),
         (lambda request: setattr(request, "row", None), "is in steps without a row"),
         (lambda request: setattr(request, "row", 0), "the free and the used rows are"),
         (lambda request: setattr(request, "planned_len", 39), "has impossible lengths"),
-        (lambda request: setattr(request, "place", Place.LOADING), "is LOADING and has no copies"),
+        (lambda request: setattr(request, "place", Residence.LOADING), "is LOADING and has no copies"),
     ],
 )
 def test_the_check_finds_what_does_not_add_up(tamper: Callable[[Request], None], fault: str) -> None:

@@ -44,7 +44,7 @@ _APART = ("cluster", "record", "record_trace", "supervisor_socket")
 """Options that no two models may share: two fleets would mix in one cluster, and two writers in one file."""
 _NAME_CHARACTERS = 256
 """Largest length of a model's name."""
-_ADVICE = "docs/operations.md shows how to write it"
+_ADVICE = "docs/operations/models.md shows how to write it"
 
 
 def own_options(service: type[GatewayConfig] | type[ServeConfig]) -> list[str]:

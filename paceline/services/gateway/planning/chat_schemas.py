@@ -253,7 +253,7 @@ class AllowedToolsOptions(Body):
     tools: Annotated[list[NamedTool], Field(min_length=1)]
 
 
-class AllowedTools(Body):
+class AllowedChatTools(Body):
     """A `tool_choice` among some of the tools."""
 
     type: Literal["allowed_tools"]
@@ -271,7 +271,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 """The choice among the tools that a model is told of."""
 WantedToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedTools, Tag("allowed")]
+    | Annotated[AllowedChatTools, Tag("allowed")]
     | Annotated[NamedTool, Tag("named")],
     Discriminator(_kind_of_choice),
 ]

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.planning.answer_format import Body, ContentFields
 from paceline.services.gateway.planning.chat_schemas import (
-    AllowedTools,
+    AllowedChatTools,
     CacheControl,
     ChatMessage,
     NamedTool,
@@ -220,11 +220,11 @@ class ChatRequest(ChatFields, GenerationRequest):
         choice = self.tool_choice
         if choice is not None and choice != "none" and not names:
             raise ApiError(400, "tool_choice needs tools: give the functions that may be called", param="tool_choice")
-        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else []
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChatTools) else []
         chosen = [choice] if isinstance(choice, NamedTool) else chosen
         if missing := next((tool.function.name for tool in chosen if tool.function.name not in names), None):
             raise ApiError(400, f"tool_choice: no function of tools has the name {missing!r}", param="tool_choice")
-        if isinstance(choice, AllowedTools):
+        if isinstance(choice, AllowedChatTools):
             allowed = {tool.function.name for tool in chosen}
             self.tools = [tool for tool in self.tools or () if tool.function.name in allowed]
         return self
@@ -233,7 +233,7 @@ class ChatRequest(ChatFields, GenerationRequest):
     def choice(self) -> ToolChoice | None:
         """The choice among `tools`, without those that are not allowed."""
         choice = self.tool_choice
-        return choice.allowed_tools.mode if isinstance(choice, AllowedTools) else choice
+        return choice.allowed_tools.mode if isinstance(choice, AllowedChatTools) else choice
 
 
 class TokenizeRequest(ChatFields):

@@ -39,7 +39,7 @@ _SALT_BYTES = 16
 _LENGTH_BYTES = 8
 _DAYS = 3
 """Days for which beginnings are kept: templates write the date, and a stream may go on after midnight."""
-_ADVICE = "docs/operations.md shows how to write it"
+_ADVICE = "docs/operations/security.md shows how to write it"
 
 NO_FORMS = AnswerForms()
 

@@ -29,7 +29,7 @@ from paceline.core.toml_tables import read_entry
 from paceline.services.common.secret import digest_of, read_private
 
 _MOST_BYTES = 4 << 20
-_ADVICE = "docs/operations.md shows how to write it"
+_ADVICE = "docs/operations/security.md shows how to write it"
 
 Role = Literal["client", "admin"]
 Amount = Annotated[int, Field(ge=1, le=10**12)]
