@@ -42,7 +42,7 @@ def read_trace(path: Path) -> LoadTrace:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, line {number} is not a request of a trace: {reason}") from None
     if not requests:
-        raise ConfigError(f"{path} has no request with an answer; see docs/operations.md for traces")
+        raise ConfigError(f"{path} has no request with an answer; see docs/operations/simulating.md for traces")
     requests.sort(key=lambda request: request.arrival)
     begin = requests[0].arrival
     return LoadTrace(block_tokens, [request._replace(arrival=request.arrival - begin) for request in requests])
