@@ -135,7 +135,7 @@ def test_tokens_of_an_image_look_ahead(
         (GEMMA, {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a finite number that is not negative"),
         (GEMMA4, gemma4_text(rope_parameters={"rope_theta": 1e4}), "rope_parameters must name the layer types"),
         (GEMMA4, gemma4_text(use_bidirectional_attention="all"), "bidirectional"),
-        (GEMMA4, gemma4_text(quantization_config={"quant_method": "fp8"}), "quantized checkpoints"),
+        (GEMMA4, gemma4_text(quantization_config={"quant_method": "hqq"}), "quantized by hqq; supported are awq"),
         (GEMMA4, gemma4_text(vocab_size_per_layer_input=1000), "vocab_size_per_layer_input .1000. must not be below"),
         (GEMMA4, gemma4_text(num_kv_shared_layers=32), "leaves no full_attention layer"),
         (GEMMA4, gemma4_text(num_kv_shared_layers=-1), "num_kv_shared_layers must be a positive whole number, not -1"),

@@ -87,7 +87,7 @@ def test_qwen3_5_is_the_text_model_of_a_model_for_images(tmp_path: Path) -> None
         (QWEN3_NEXT, {"linear_num_key_heads": 12}, r"32 value heads .* cannot share 12 key heads .* evenly"),
         (QWEN3_NEXT, {"partial_rotary_factor": 0.35}, "0.35 must rotate an even number of 256 dimensions"),
         (QWEN3_NEXT, {"num_experts": 8}, "a token cannot have 10 experts: it chooses among 8"),
-        (QWEN3_5, {"quantization_config": {"quant_method": "fp8"}}, "quantized checkpoints"),
+        (QWEN3_5, {"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq; supported are awq"),
         (QWEN3_5, {"text_config": {"num_hidden_layers": 2}}, "vocab_size is missing"),
         (QWEN3_5, {"text_config": ["x"]}, r"text_config must be an object, not \['x'\]"),
         (QWEN3_NEXT, {"partial_rotary_factor": 0}, "0.0 must rotate an even number of 256 dimensions"),

@@ -42,8 +42,8 @@ async def wait_for_redis(url: str, seconds: float) -> None:
     client = connect(url)
     problem: Exception | None = None
     try:
-        async with asyncio.timeout(seconds):
-            while True:
+        async with asyncio.timeout(seconds) as limit:
+            while not limit.expired():  # redis may take the cancellation for a failure of its connection
                 try:
                     await client.ping()
                     return
@@ -51,7 +51,8 @@ async def wait_for_redis(url: str, seconds: float) -> None:
                     problem = error
                 await asyncio.sleep(0.02)
     except TimeoutError:
-        why = "no reply" if problem is None else reason(problem)
-        raise UnavailableError(f"Redis at {without_password(url)} does not answer: {why}") from problem
+        pass
     finally:
         await client.aclose()
+    why = "no reply" if problem is None else reason(problem)
+    raise UnavailableError(f"Redis at {without_password(url)} does not answer: {why}") from problem

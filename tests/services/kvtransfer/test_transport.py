@@ -233,11 +233,12 @@ async def test_a_silent_source_is_given_up_and_comes_back(pair: Pair, known: boo
         await pair.read([(0, 0)])
     pair.other.signal(signal.SIGSTOP)
     open_files = []
-    for _ in range(3):
+    for _ in range(4):
         with pytest.raises(UnavailableError, match="other"):
             await pair.read([(1, 1)])
         open_files.append(len(os.listdir("/proc/self/fd")))
-    assert open_files[2] <= open_files[1]
+    # A leak would add one each time. Other parts of this process may open a file meanwhile.
+    assert open_files[3] <= open_files[1] + 1
     pair.array()[:] = POISON
     pair.other.signal(signal.SIGCONT)
     await asyncio.sleep(0.3)

@@ -13,6 +13,7 @@ from paceline.services.gateway.api.openai.bodies import (
     ChatLogprobs,
     CompletionChoice,
     CompletionChunk,
+    CompletionTokensDetails,
     FinishReason,
     Head,
     Usage,
@@ -84,6 +85,7 @@ class PlainUsage(AnswerBody):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails
 
 
 class DerenderedCompletionChoice(CompletionChoice):
