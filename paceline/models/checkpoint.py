@@ -139,9 +139,8 @@ class Checkpoint:
 
     def _take_matrix(self, name: str, *shape: int) -> Tensor | QuantizedMatrix:
         """Return a matrix for packing."""
-        if self._is_quantized(name):
-            size_out, size_in = shape
-            return next(self._quantized(name, (size_out, size_in)))
+        if len(shape) == 2 and self._is_quantized(name):
+            return next(self._quantized(name, (shape[0], shape[1])))
         return self.take(name, *shape) if self.pack.needs_content else self._leave_unread(name, *shape)
 
     def _leave_unread(self, name: str, *shape: int) -> Tensor:
@@ -175,6 +174,9 @@ class Checkpoint:
 
     def _take_stored(self, tensor: StoredTensor, stack: tuple[int, ...]) -> Tensor:
         shape = (*stack, *tensor.shape)
+        if tensor.shape == (1,) and tensor.name in self._file_of:
+            _, handle = self._file_of[tensor.name]
+            shape = stack if tuple(handle.get_slice(tensor.name).get_shape()) == stack else shape
         if not self.pack.needs_content:
             return self._leave_unread(tensor.name, *shape)
         return self.take_table(tensor.name, *shape, dtypes=[_DTYPES[name] for name in tensor.dtypes])
@@ -218,6 +220,13 @@ class Checkpoint:
             will_read(matrix)
             yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a tensor is a bias of zeros, which some writers store for quantized layers without a bias."""
+        if self._stored is None or not name.endswith(".bias"):
+            return False
+        _, handle = self._file_of[name]
+        return not handle.get_tensor(name).any()
+
     def leave(self, name: str) -> None:
         """Count a tensor as taken without reading it, because the caller reads it from another file."""
         if self._file_of.pop(name, None) is None:
@@ -234,7 +243,8 @@ class Checkpoint:
         """
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
         endings = ("rotary_emb.inv_freq", *(() if self._stored is None else self._stored.unread))
-        left = [name for name in self._file_of if not name.endswith(endings) and not self._is_empty(name)]
+        named = [name for name in self._file_of if not name.endswith(endings) and not self._is_empty(name)]
+        left = [name for name in named if not self._is_zero_bias(name)]
         surplus = [name for name in left if not name.startswith(tuple(unread))]
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))

@@ -23,6 +23,7 @@ class StoredTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
+    """The shape that it must have. One number, (1,), may also be stored without a dimension."""
     dtypes: tuple[str, ...]
     """The dtypes that it may have, as the headers of safetensors files name them."""
     is_optional: bool = False

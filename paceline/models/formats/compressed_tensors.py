@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NAME = "compressed-tensors"
+_PATTERN = "re:"
+"""Beginning of a target that is a regular expression."""
 _OF_SCALES = (".weight_scale", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape")
 """Ends of the names of tensors that hold no weights."""
 
@@ -63,8 +65,6 @@ class CompressedTensors:
     )
 
     def __init__(self, config: Json) -> None:
-        if config.get("quantization_status", "compressed") != "compressed":
-            raise refuse(_NAME, f"but their status is {config['quantization_status']!r}; save them compressed")
         sparsity = object_field(config, _NAME, "sparsity_config").get("format", "dense")
         if sparsity != "dense":
             raise refuse(_NAME, f"with the sparsity {sparsity}, which is not supported")
@@ -79,6 +79,7 @@ class CompressedTensors:
             targets = group.get("targets")
             if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
                 raise refuse(_NAME, f"but the targets of config group {name} are no list of names")
+            _check_patterns(targets)
             if weights := object_field(group, _NAME, "weights"):
                 form = group.get("format") or config.get("format")
                 self._schemes.append((targets, _scheme(weights, form, group.get("input_activations") is not None)))
@@ -108,11 +109,16 @@ def _is_name(target: str, matrix: str) -> bool:
     return target == matrix
 
 
+def _check_patterns(targets: Sequence[str]) -> None:
+    for target in targets:
+        try:
+            re.compile(target.removeprefix(_PATTERN))
+        except re.error as error:
+            raise refuse(_NAME, f"but the target {target!r:.80} is no regular expression: {error}") from error
+
+
 def _is_pattern(target: str, matrix: str) -> bool:
-    try:
-        return target.startswith("re:") and re.match(target.removeprefix("re:"), matrix) is not None
-    except re.error as error:
-        raise refuse(_NAME, f"but the target {target!r} is no regular expression: {error}") from error
+    return target.startswith(_PATTERN) and re.match(target.removeprefix(_PATTERN), matrix) is not None
 
 
 def _is_kind(target: str, matrix: str) -> bool:

@@ -32,7 +32,7 @@ class Float8:
         parts = {"floats": StoredTensor(f"{matrix}.weight", shape, FLOAT8)}
         if self._block is None:
             for ending in ("weight_scale", "weight_scale_inv"):
-                parts[ending] = StoredTensor(f"{matrix}.{ending}", (), FLOATS, is_optional=True)
+                parts[ending] = StoredTensor(f"{matrix}.{ending}", (1,), FLOATS, is_optional=True)
         else:
             blocks = tuple(-(-size // count) for size, count in zip(shape, self._block))
             parts["weight_scale_inv"] = StoredTensor(f"{matrix}.weight_scale_inv", blocks, FLOATS)

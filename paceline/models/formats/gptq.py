@@ -18,6 +18,7 @@ from paceline.models.formats.base import (
     count_field,
     groups_of,
     is_in_order,
+    object_field,
     refuse,
     unpack_words,
     with_zeros,
@@ -44,7 +45,8 @@ class Gptq:
         layout = str(config.get("checkpoint_format") or "gptq")
         if layout not in ("gptq", "gptq_v2"):
             raise refuse(self.name, f"in the layout {layout}; gptq and gptq_v2 are supported")
-        if config.get("dynamic"):
+        # Rules that begin with "-:" name layers that are not quantized, which their tensors show.
+        if any(not rule.startswith("-:") for rule in object_field(config, self.name, "dynamic")):
             raise refuse(self.name, "with other settings for single layers (dynamic); that is not supported")
         self._is_first_version = layout == "gptq"
         self._is_symmetric = config.get("sym") is True

@@ -139,7 +139,6 @@ def test_names_come_before_patterns_and_patterns_before_kinds() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"quantization_status": "frozen"}, "their status is 'frozen'"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "the sparsity sparse-24-bitmask"),
         ({"transform_config": {"config_groups": {}}}, "transforms of activations"),
         ({"config_groups": {}}, "config_groups is empty"),

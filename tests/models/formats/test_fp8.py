@@ -30,7 +30,7 @@ def pack(weight: Tensor, block: tuple[int, int] | None = (16, 32)) -> tuple[Mapp
     scales = blocks.abs().amax((1, 3)) / 448
     values = (blocks / scales[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn)
     if block is None:
-        scales = scales.flatten()[0]
+        scales = scales.flatten()
     library = Fp8Dequantize(SimpleNamespace())
     whole = library._dequantize_one(values, scales.view(1, 1) if block is None else scales, torch.float32)
     return {"weight": values, "weight_scale_inv" if block else "weight_scale": scales}, whole
@@ -70,3 +70,20 @@ def test_logits_are_those_of_transformers(
 def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         find_format({"quantization_config": {**CONFIG, **changes}})
+
+
+@pytest.mark.parametrize("dimensions", [0, 1])
+def test_one_scale_for_a_matrix_may_have_no_dimension(
+    tmp_path: Path, save_llama: Any, paged_contexts: Any, dimensions: int
+) -> None:
+    reference = save_llama(hidden_size=96, intermediate_size=192)
+
+    def packed(_: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        tensors, whole = pack(weight, None)
+        return {
+            name: each.view((1,) * dimensions) if each.numel() == 1 else each for name, each in tensors.items()
+        }, whole
+
+    store(tmp_path, reference, {"quant_method": "fp8"}, packed)
+    model = load_model(tmp_path, torch.float32, select_kernels(CPU), CPU)
+    check_against_reference(reference, model, paged_contexts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,21 @@ def test_groups_without_an_order_are_in_a_row() -> None:
         assert torch.equal(decoded(config_of(), parts, (80, 128)), expected.float())
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_bias_that_the_model_lacks_must_be_zero(tmp_path: Path, save_llama: Any, value: float) -> None:
+    reference = save_llama(hidden_size=96, intermediate_size=192)
+    config = {**config_of(), "dynamic": {"-:.*lm_head.*": {}}}
+
+    def with_bias(_: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        tensors, whole = pack(weight)
+        return {**tensors, "bias": torch.full((len(weight),), value)}, whole
+
+    store(tmp_path, reference, config, with_bias)
+    refused = pytest.raises(ModelError, match=r"unexpected tensors: .*\.bias") if value else contextlib.nullcontext()
+    with refused:
+        load_model(tmp_path, torch.float32, select_kernels(CPU), CPU)
+
+
 @pytest.mark.parametrize("quantization", ["auto", "none"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_logits_are_those_of_transformers(
@@ -140,7 +156,7 @@ def test_logits_are_those_of_transformers(
     [
         ({"bits": 3}, "in 3 bits; 4 and 8 are supported"),
         ({"checkpoint_format": "marlin"}, "the layout marlin; gptq and gptq_v2 are supported"),
-        ({"dynamic": {"-:.*mlp.*": {}}}, "other settings for single layers"),
+        ({"dynamic": {"+:.*mlp.*": {"bits": 8}}}, "other settings for single layers"),
         ({"group_size": None}, "group_size is None, not a whole number"),
     ],
 )
