@@ -85,7 +85,8 @@ def test_a_request_is_in_no_step_before_its_blocks_are_in_the_pool() -> None:
     assert house.residents.can_run(request)
 
 
-def test_the_newest_request_is_swapped_out_after_its_steps_and_copies_and_comes_back() -> None:
+def outgrown() -> tuple[House, Request, Request]:
+    """Return two requests in steps whose older one has outgrown the pool, so that the newer one leaves it."""
     house = House(DevicePool(FULL, 8))
     old, new = house.add("old", computed=40), house.add("new", computed=40)
     house.residents.begin_plan()
@@ -94,6 +95,11 @@ def test_the_newest_request_is_swapped_out_after_its_steps_and_copies_and_comes_
         house.run(request)
     house.residents.grow(old.key, [list(range(5))])
     house.residents.begin_plan()
+    return house, old, new
+
+
+def test_the_newest_request_is_swapped_out_after_its_steps_and_copies_and_comes_back() -> None:
+    house, old, new = outgrown()
     assert (old.place, new.place) == (Residence.RUNNING, Residence.SWAPPING_OUT)
     house.residents.land(new)
     assert (new.place, new.row) == (Residence.SWAPPING_OUT, None)  # its last block is being stored
@@ -107,14 +113,7 @@ def test_the_newest_request_is_swapped_out_after_its_steps_and_copies_and_comes_
 
 
 def test_a_request_that_is_swapped_out_and_removed_stores_nothing_any_more() -> None:
-    house = House(DevicePool(FULL, 8))
-    old, new = house.add("old", computed=40), house.add("new", computed=40)
-    house.residents.begin_plan()
-    house.finish_copies()
-    for request in (old, new):
-        house.run(request)
-    house.residents.grow(old.key, [list(range(5))])
-    house.residents.begin_plan()
+    house, _, new = outgrown()
     house.residents.remove(new.key)
     house.residents.land(new)
     assert (new.place, house.events) == (Residence.GONE, [Removed(new.key)])

@@ -108,7 +108,7 @@ def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int
         raise invalid(code, f"url must be {' or '.join(map(repr, endpoints))}", "url")
     if not isinstance(body, dict):
         raise invalid("missing_required_parameter", "body must be a JSON object", "body")
-    # A message batch has checked its lines before. It tells only one line's client of that line's fields.
+    # In a message batch, such a line gets an error of its own when it is called, and the other lines are answered.
     for field in ("stream", "background") if url in ENDPOINTS else ():
         if body.get(field):
             raise invalid("invalid_request", f"body.{field}: a line of a batch cannot have it", f"body.{field}")

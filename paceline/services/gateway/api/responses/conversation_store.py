@@ -168,7 +168,7 @@ class ConversationStore:
                 fields["number"] = rows[0][0]
             items = f"FROM paceline_conversation_items WHERE {where} ORDER BY number {order} LIMIT :limit"
             (((size,),), _) = execute(f"SELECT SUM(LENGTH(item)) FROM (SELECT item {items}) AS page", fields)
-            take(size or 0)
+            take(int(size or 0))
             rows, _ = execute(f"SELECT item {items}", fields)
             return [json.loads(text) for (text,) in rows]
 
@@ -181,7 +181,7 @@ class ConversationStore:
             found = "FROM paceline_conversation_items WHERE conversation_id = :id AND item_id = :item"
             fields = {"id": conversation_id, "item": item_id}
             sizes, _ = execute(f"SELECT SUM(LENGTH(item)) {found}", fields)
-            take(sizes[0][0] or 0)
+            take(int(sizes[0][0] or 0))
             rows, _ = execute(f"SELECT item {found}", fields)
             return json.loads(rows[0][0]) if rows else None
 
