@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.client import GatewayClient
+from paceline.core.env import child_command
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 from paceline.models.durable import rename_durably
 from paceline.services.gateway.api.batches.batch import ENDPOINTS
@@ -365,7 +366,7 @@ def _own_stack(model: str, store: Path, flags: Sequence[str]) -> Iterator[str]:
     """Start a stack, yield its URL when it serves, and stop it. Raises UnavailableError if it ends."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "paceline", "serve", model, f"--port={port}", f"--store={store}", *flags]
+    command = child_command("serve", model, f"--port={port}", f"--store={store}", *flags)
     # SIGTERM becomes an exception, so that the stack is stopped. The stack has a group of its own, so that Ctrl-C ends
     # this command first.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

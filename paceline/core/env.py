@@ -1,8 +1,10 @@
-"""Environment variables. No other file reads them; all other settings are flags or lines of TOML."""
+"""Environment variables, and the commands and environments of child processes. No other file reads such variables; all
+other settings are flags or lines of TOML."""
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from paceline.core.options import listed
@@ -50,6 +52,11 @@ def kubernetes_api() -> str | None:
     """Return host:port of the API server of the Kubernetes cluster in which this process is a pod; None elsewhere."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}" if host and port else None
+
+
+def child_command(*arguments: str) -> list[str]:
+    """Return the command `paceline ARGUMENTS` for a child process, which imports nothing from the current folder."""
+    return [sys.executable, "-P", "-m", "paceline", *arguments]
 
 
 def child_environment(**variables: str) -> dict[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import statistics
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -19,6 +18,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.core.errors import ConfigError
+from paceline.core.turns import BACKLOG_SHARE, left_to_prefill
 
 FORMAT: Literal[2] = 2
 
@@ -190,6 +190,8 @@ class TurnTimes(_Value):
     """Prefill gets what a decode step leaves of this time."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
+    backlog_share: float = Field(default=BACKLOG_SHARE, gt=0)
+    """The same while there is a backlog of prompts."""
     prefill_speed: Curve = Curve(points=((1, 1.0),))
     """Seconds of prefill's work that are done in each second that is its own, by the number of rows that decode. More
     than 1 if prefill also computes while decode leaves the cores idle. Less than 1 if tokens on their way to clients
@@ -215,13 +217,9 @@ class TurnTimes(_Value):
         points = self.prefill_speed.points
         return max(_LEAST_SPEED, self.prefill_speed.at(min(rows, points[-1][0]))) if rows else 1.0
 
-    def left_to_prefill(self, recent: Collection[float]) -> float:
-        """Return the seconds that a decode worker leaves to prefill after a step.
-
-        Args:
-            recent: seconds of its last `core.turns.STEPS` steps; at least one.
-        """
-        return max(self.itl_target - max(recent), self.least_share * statistics.median(recent))
+    def left_to_prefill(self, recent: Collection[float], wanted_seconds: float = 0.0) -> float:
+        """Return the seconds that a decode worker leaves to prefill after a step. See `core.turns.left_to_prefill`."""
+        return left_to_prefill(self.itl_target, self.least_share, self.backlog_share, recent, wanted_seconds)
 
 
 class Profile(_Value):

@@ -4,7 +4,8 @@ turns, the operating system would.
 Decode has priority: while a decode worker computes, prefill waits before each of its operations. After a decode step,
 if prefill is waiting, prefill gets the cores for the rest of the target inter-token latency (ITL). So prompts make
 progress even if decode always has work, and prefill has the cores to itself while decode is idle. If nobody has given
-a target, it grows with the time of decode steps, so that prompts are not starved on a slow machine.
+a target, it grows with the time of decode steps, so that prompts are not starved on a slow machine, and it grows once
+more while prompts have waited without a pause.
 
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
 not of the one after it. So prefill announces the handoff, and decode plans its next step a little later.
@@ -29,7 +30,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 PAGE_BYTES = 4096
@@ -62,6 +63,26 @@ _LEAST_SHARE = 0.5
 """
 _AUTO_SHARE = 1.5
 """Least time that prefill gets for each second of decoding if no target is given, in seconds."""
+BACKLOG_SECONDS = 2.0
+"""Prompts are a backlog if prefill has wanted the cores for longer than this without a pause."""
+BACKLOG_SHARE = 3.0
+"""`_AUTO_SHARE` while there is a backlog, which costs its clients more than longer ITLs cost others."""
+
+
+def left_to_prefill(
+    target: float, share: float, backlog_share: float, recent: Collection[float], wanted_seconds: float
+) -> float:
+    """Return the time that a decode worker leaves to prefill after a step, in the unit of `target` and `recent`.
+
+    Args:
+        target: the ITL target.
+        share: least time for each unit of decoding.
+        backlog_share: the same while there is a backlog of prompts.
+        recent: lengths of the worker's last `STEPS` steps; at least one.
+        wanted_seconds: time for which prefill has wanted the cores without a pause.
+    """
+    least = backlog_share if wanted_seconds > BACKLOG_SECONDS else share
+    return max(target - max(recent), least * statistics.median(recent))
 
 
 class Turns(Protocol):
@@ -155,7 +176,7 @@ class DecodeTurns:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
         session: number of this worker, which gives it a slot.
         itl_target: target for the seconds between two tokens of a request, while other requests wait for prefill;
-            None: 28 ms, or two and a half decode steps if that is longer.
+            None: 28 ms, or two and a half decode steps if that is longer, or four while there is a backlog of prompts.
     """
 
     def __init__(
@@ -169,29 +190,37 @@ class DecodeTurns:
         self.page, self.slot = page, session % SLOTS
         self._words = page.cast("q")
         self._target = _LEAST_TARGET if itl_target is None else int(itl_target * 1e9)
-        self._share = _AUTO_SHARE if itl_target is None else _LEAST_SHARE
+        self._shares = (_AUTO_SHARE, BACKLOG_SHARE) if itl_target is None else (_LEAST_SHARE, _LEAST_SHARE)
         self._clock, self._sleep = clock, sleep
         self._began = 0
+        self._unwanted_at = clock()
+        """When this worker last saw that prefill did not want the cores."""
         self._steps: deque[int] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
         self._wait_until(self._words[_PREFILL_UNTIL])
         self._began = self._clock()
+        self._see_prefill(self._began)
         self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
     def end(self, hands_over: bool = False) -> bool:
         self._steps.append(self._clock() - self._began)
-        least = int(statistics.median(self._steps) * self._share)
-        return self._leave(max(self._target - max(self._steps), least))
+        wanted_seconds = (self._clock() - self._unwanted_at) / 1e9
+        return self._leave(int(left_to_prefill(self._target, *self._shares, self._steps, wanted_seconds)))
+
+    def _see_prefill(self, now: int) -> None:
+        if self._words[_WANTED_UNTIL] <= now:
+            self._unwanted_at = now
 
     def end_piece(self) -> None:
         # Several pieces may come between two steps. So none of them leaves the rest of the ITL target, only its share.
-        self._leave(int((self._clock() - self._began) * self._share))
+        self._leave(int((self._clock() - self._began) * self._shares[0]))
 
     def _leave(self, duration: int) -> bool:
         """Leave prefill, if it waits, the cores for a duration. Return whether it has them now."""
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
+        self._see_prefill(now)
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
             words[_PREFILL_UNTIL] = now + duration
         return now < words[_PREFILL_UNTIL]

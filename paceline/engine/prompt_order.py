@@ -7,11 +7,14 @@ first:
 
     due = clock at its arrival + patience            patience = min(AGING * tokens left, slack)
 
-The slack is what its objective leaves: tokens that the worker computes until then, minus those of the prompt. A prompt
-that arrives after the due instant never goes before it. So later prompts delay a prompt at most by AGING times its own
-tokens and the rest of what arrived by then. Among equal prompts the order is that of arrival. A prompt becomes more
-urgent while it is computed, so two equal prompts do not take turns, which would delay one and help neither. A prompt
-that is overtaken keeps its KV, so changing to another prompt costs nothing but the row and the blocks that it holds.
+The slack is what its objective leaves: tokens that the worker computes until then, minus those of the prompt. Among
+equal prompts the order is that of arrival. A prompt becomes more urgent while it is computed, so two equal prompts do
+not take turns, which would delay one and help neither. A prompt that is overtaken keeps its KV, so changing to another
+prompt costs nothing but the row and the blocks that it holds.
+
+A long prompt that goes first only because it has waited would delay short prompts by all its steps. So it takes turns
+with prompts that have fewer tokens left and fit into one step: each side gets half of the tokens. So later prompts
+delay a prompt at most by AGING times its own tokens, and after that they at most double its time.
 
 A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
 step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 AGING = 4
@@ -92,8 +95,13 @@ class PromptOrder:
     """
 
     def __init__(self, step_tokens: int) -> None:
+        self._room = step_tokens
         self._recent = RECENT_STEPS * step_tokens
         self._clock = self._arrivals = 0
+        self._leader = -1
+        """Number of the most urgent prompt; -1 if there is none."""
+        self._lead = 0
+        """Tokens that this prompt got since it is the most urgent, minus those that others got; at most half a step."""
         self._newest: deque[Arrival] = deque(maxlen=_REMEMBERED)
 
     def share(
@@ -119,8 +127,12 @@ class PromptOrder:
         for prompt in waiting:
             if prompt.prompt_arrival is None:
                 prompt.prompt_arrival = self._arrive(prompt, tokens_per_second, now)
+        order = sorted(waiting, key=_urgency)
+        first = self._leader_of(order)
+        if self._lead > 0:
+            order = self._let_short_ones_go(order)
         half, used, completes = (room + 1) // 2, 0, False
-        for prompt in sorted(waiting, key=_urgency):
+        for prompt in order:
             if used >= half:
                 break
             left = prompt.left_len
@@ -129,7 +141,31 @@ class PromptOrder:
             taken = take(prompt, limit - used)
             used += taken
             completes = completes or taken >= left
+            self._lead += taken if prompt is first else -taken
+        self._lead = max(-self._room, min(self._lead, half))
         self._clock += used
+
+    def _leader_of(self, order: Sequence[P]) -> P | None:
+        """Return the most urgent prompt. If another one was the most urgent before, it has no lead yet."""
+        first = order[0] if order else None
+        number = -1 if first is None or first.prompt_arrival is None else first.prompt_arrival.number
+        if number != self._leader:
+            self._leader, self._lead = number, 0
+        return first
+
+    def _let_short_ones_go(self, order: Sequence[P]) -> list[P]:
+        """Return the order of a step in which short prompts go before the first one, because it is their turn."""
+        first = order[0]
+        short = [prompt for prompt in order[1:] if not prompt.background and self._takes_turns(prompt.left_len, first)]
+        short.sort(key=lambda prompt: prompt.left_len)
+        return [*short, *(prompt for prompt in order if prompt not in short)]
+
+    def _takes_turns(self, left: int, waited: OrderedPrompt) -> bool:
+        """Return whether a prompt with `left` tokens takes turns with one that is due before it."""
+        arrival = waited.prompt_arrival
+        assert arrival is not None
+        is_late = not waited.background and AGING * waited.left_len <= arrival.slack
+        return is_late and left <= self._room and left < waited.left_len
 
     def _arrive(self, prompt: OrderedPrompt, tokens_per_second: float, now: float) -> Arrival:
         arrival, wanted = Arrival(self._arrivals, self._clock, prompt.left_len, at=now), prompt.ttft_seconds
@@ -141,7 +177,7 @@ class PromptOrder:
         return arrival
 
     def _expects_others(self, prompt: OrderedPrompt, tokens_per_second: float, now: float) -> bool:
-        """Return whether a prompt arrived lately that would go before this one if it arrived now."""
+        """Return whether a prompt arrived lately that would go before this one, or in turn, if it arrived now."""
         arrival = prompt.prompt_arrival
         assert arrival is not None
         due = math.inf if prompt.background else arrival.due(prompt.left_len)
@@ -152,7 +188,7 @@ class PromptOrder:
             and self._clock - other.clock < self._recent
             and (now - other.at) * tokens_per_second < self._recent
         )
-        return any(other.due(other.tokens) < due for other in alike)
+        return any(other.due(other.tokens) < due or self._takes_turns(other.tokens, prompt) for other in alike)
 
 
 def is_long(tokens: int, tokens_per_second: float) -> bool:

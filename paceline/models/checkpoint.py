@@ -17,7 +17,7 @@ from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models.base import FusedExperts
-from paceline.models.formats import Codes, StoredTensor, WeightFormat
+from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
 from paceline.models.packed import Pack
 from paceline.models.read_ahead import Lookahead, will_read
 
@@ -174,9 +174,13 @@ class Checkpoint:
 
     def _take_stored(self, tensor: StoredTensor, stack: tuple[int, ...]) -> Tensor:
         shape = (*stack, *tensor.shape)
-        if tensor.shape == (1,) and tensor.name in self._file_of:
+        if tensor.shape in ((1,), (ANY,)) and tensor.name in self._file_of:
             _, handle = self._file_of[tensor.name]
-            shape = stack if tuple(handle.get_slice(tensor.name).get_shape()) == stack else shape
+            found = tuple(handle.get_slice(tensor.name).get_shape())
+            if tensor.shape == (ANY,):
+                shape = found if len(found) == len(shape) and found[:-1] == stack else shape
+            else:
+                shape = stack if found == stack else shape
         if not self.pack.needs_content:
             return self._leave_unread(tensor.name, *shape)
         return self.take_table(tensor.name, *shape, dtypes=[_DTYPES[name] for name in tensor.dtypes])

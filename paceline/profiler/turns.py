@@ -37,7 +37,7 @@ def find_turns(
         prompts, decoding: steps at the same time, of workers with one clock.
         prefill, decode: how long such steps take alone.
     """
-    turns = TurnTimes(itl_target=itl_target, least_share=0.5) if itl_target else TurnTimes()
+    turns = TurnTimes(itl_target=itl_target, least_share=0.5, backlog_share=0.5) if itl_target else TurnTimes()
     found: dict[str, object] = {}
     if speeds := list(_speeds(prompts, decoding, prefill)):
         found["prefill_speed"] = Curve(points=tuple(speeds))

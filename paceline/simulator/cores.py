@@ -61,6 +61,8 @@ class Cores:
         self._recent: deque[float] = deque(maxlen=STEPS)
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
+        self._unwanted_at = 0.0
+        """When prefill last had no work."""
 
     def enter(self, worker: CoreUser) -> None:
         """Note a worker of this host."""
@@ -118,6 +120,8 @@ class Cores:
     def begun(self, worker: CoreUser) -> None:
         """Note that a worker has begun a step."""
         if worker.role == "decode":
+            if not self.is_wanted_by_prefill():
+                self._unwanted_at = self._events.now
             for other in self._of("prefill"):
                 other.clock.pause()
 
@@ -128,14 +132,15 @@ class Cores:
         self._recent.extend(seconds)
         if self.is_wanted(worker) and not self._decode_computes():
             late = self.turns.late.at(0, self._random.random())
-            self._until = self._events.now + self.turns.left_to_prefill(self._recent) + late
+            left = self.turns.left_to_prefill(self._recent, self._events.now - self._unwanted_at)
+            self._until = self._events.now + left + late
             self._events.at(self._until, self._release)
             self._give_to_prefill()
 
     def idle(self, worker: CoreUser) -> None:
         """Note that a worker has no more work, or waits for its turn."""
         if worker.role == "prefill" and not self.is_wanted_by_prefill():
-            self._until = 0.0
+            self._until, self._unwanted_at = 0.0, self._events.now
             self._release()
         elif worker.role == "decode" and not worker.has_work:
             self._give_to_prefill()

@@ -1,3 +1,4 @@
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,11 @@ def test_the_user_s_own_wait_policy_stays(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("OMP_WAIT_POLICY")
     env.share_cores()
     assert env.child_environment()["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_children_import_nothing_from_the_current_folder(tmp_path: Path) -> None:
+    """A folder from which a user starts a stack may have files such as redis.py, and belong to somebody else."""
+    for name in ("paceline.py", "redis.py", "json.py"):
+        (tmp_path / name).write_text("raise SystemExit(3)")
+    done = subprocess.run(env.child_command("version"), cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns
+from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns, left_to_prefill
 
 MS = 1_000_000
 TARGET = 0.05
@@ -152,6 +152,29 @@ def test_without_a_target_prefill_gets_more_than_half_of_a_slow_machine(
             waited = clock.waited(decode.begin)
             clock.pass_ms(200)
         assert waited == pytest.approx(left_ms, abs=1)
+
+
+def test_a_backlog_of_prompts_gets_more_of_a_slow_machine(
+    page: memoryview, clock: Clock, prefill: PrefillTurns
+) -> None:
+    """Prefill wants the cores without a pause. After two seconds, it gets three times as long as a step of decoding."""
+    decode = DecodeTurns(page, 7, None, clock, clock.sleep)
+    left: list[float] = []
+    for _ in range(40):
+        leave_turn(clock, decode, prefill, 40)
+        for ms in range(0, 200, 10):
+            clock.after(ms, lambda: prefill._may_compute(clock()))
+        left.append(round(clock.waited(decode.begin)))
+    assert left[:20] == [60] * 20
+    assert left[-10:] == [120] * 10
+    clock.pass_ms(200)
+    leave_turn(clock, decode, prefill, 40)  # the backlog was computed meanwhile
+    clock.after(1, lambda: prefill._may_compute(clock()))
+    assert clock.waited(decode.begin) == pytest.approx(51, abs=2)  # until prefill's claim expires
+
+
+def test_a_given_target_is_kept_while_there_is_a_backlog() -> None:
+    assert left_to_prefill(28, 0.5, 0.5, [10] * 8, 60.0) == 18
 
 
 def test_one_slow_step_does_not_change_the_share_of_prefill(

@@ -106,6 +106,40 @@ def test_a_prompt_is_not_overtaken_for_more_than_its_patience() -> None:
     assert others <= AGING * 100 + ROOM
 
 
+def wait_for(worker: Worker, old: Waiting) -> None:
+    """Let short prompts overtake a prompt until it has waited long enough to go first."""
+    worker.add(old)
+    while worker.tokens < AGING * old.left_len:
+        worker.add(Waiting("new", 32))
+        worker.step()
+    worker.waiting = [old]
+
+
+def test_a_prompt_that_has_waited_takes_turns_with_short_ones() -> None:
+    """Otherwise each short prompt would wait for all steps of the long one."""
+    worker = Worker()
+    wait_for(worker, Waiting("old", 1000))
+    steps = []
+    for _ in range(8):
+        worker.add(Waiting("new", 32))
+        steps += worker.step()
+    assert steps == [("new", 32), ("old", 32)] * 4
+
+
+def test_a_prompt_of_several_steps_does_not_take_turns_with_one_that_has_waited() -> None:
+    worker = Worker()
+    wait_for(worker, Waiting("old", 300))
+    worker.add(Waiting("newer", 299))
+    worker.ended.clear()
+    assert worker.run() == ["old", "newer"]
+
+
+def test_a_prompt_whose_objective_is_near_takes_no_turns() -> None:
+    worker = Worker()
+    worker.add(Waiting("wanted", 400, ttft_seconds=400 / SPEED), Waiting("short", 20))
+    assert {name for _ in range(6) for name, _ in worker.step()} == {"wanted"}
+
+
 def test_an_objective_makes_a_prompt_more_urgent() -> None:
     worker = Worker()
     worker.add(Waiting("wanted", 400, ttft_seconds=400 / SPEED), Waiting("short", 40))
@@ -239,8 +273,8 @@ prompts = st.lists(
 
 @given(st.lists(prompts, min_size=1, max_size=30), st.integers(1, 400))
 def test_no_prompt_starves(arrivals: Sequence[list[Waiting]], length: int) -> None:
-    """Whatever arrives between steps, a prompt ends when its patience is over and the prompts are computed that arrived
-    before that."""
+    """Whatever arrives between steps, a prompt gets half of the tokens after its patience is over and the prompts are
+    computed that arrived before that."""
     worker, watched = Worker(), Waiting("watched", length)
     worker.add(watched)
     ahead = 0
@@ -254,7 +288,7 @@ def test_no_prompt_starves(arrivals: Sequence[list[Waiting]], length: int) -> No
         if watched.left_len == 0:
             break
     assert watched.left_len == 0
-    assert worker.tokens <= AGING * length + ahead + length + ROOM
+    assert worker.tokens <= AGING * length + 2 * (ahead + length) + 2 * ROOM
 
 
 @given(st.lists(prompts, max_size=12), st.integers(1, 100))

@@ -24,8 +24,9 @@ class WorkerConfig(ServiceConfig):
     quantization: Quantization = option(
         "auto",
         "format of the model's matrices in memory. auto: the checkpoint's, if it is quantized in safetensors (AWQ, "
-        "GPTQ, compressed-tensors, FP8, MXFP4), else none. none: the type of --dtype. int8: blocks of signed bytes, to "
-        "which the matrices are rounded. gguf: the blocks of the GGUF file from which the model was converted",
+        "GPTQ, compressed-tensors, FP8, MXFP4, bitsandbytes, ModelOpt), else none. none: the type of --dtype. int8: "
+        "blocks of signed bytes, to which the matrices are rounded. gguf: the blocks of the GGUF file from which the "
+        "model was converted",
         "model",
     )
     model_impl: ModelImpl = option(

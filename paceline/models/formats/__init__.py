@@ -11,19 +11,23 @@ from collections.abc import Callable, Mapping
 
 from paceline.core.errors import ModelError
 from paceline.models.formats.awq import Awq
-from paceline.models.formats.base import Codes, Json, StoredTensor, WeightFormat
+from paceline.models.formats.base import ANY, Codes, Json, StoredTensor, WeightFormat
+from paceline.models.formats.bitsandbytes import BitsAndBytes
 from paceline.models.formats.compressed_tensors import CompressedTensors
 from paceline.models.formats.fp8 import Float8
 from paceline.models.formats.gptq import Gptq
+from paceline.models.formats.modelopt import ModelOpt
 from paceline.models.formats.mx import MxFp4
 
-__all__ = ["Codes", "StoredTensor", "WeightFormat", "find_format"]
+__all__ = ["ANY", "Codes", "StoredTensor", "WeightFormat", "find_format"]
 
 _FORMATS: Mapping[str, Callable[[Json], WeightFormat]] = {
     "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
     "compressed-tensors": CompressedTensors,
     "fp8": Float8,
     "gptq": Gptq,
+    "modelopt": ModelOpt,
     "mxfp4": MxFp4,
 }
 """The formats, by `quant_method`."""

@@ -17,13 +17,17 @@ FLOATS = ("F16", "BF16", "F32")
 FLOAT8 = ("F8_E4M3",)
 BYTES = ("U8",)
 
+ANY = -1
+"""The size of a stored tensor of one dimension that only the tensors themselves say."""
+
 
 class StoredTensor(NamedTuple):
     """A tensor of a quantized matrix, as a safetensors file has it."""
 
     name: str
     shape: tuple[int, ...]
-    """The shape that it must have. One number, (1,), may also be stored without a dimension."""
+    """The shape that it must have. One number, (1,), may also be stored without a dimension. (ANY,) may have any size.
+    """
     dtypes: tuple[str, ...]
     """The dtypes that it may have, as the headers of safetensors files name them."""
     is_optional: bool = False

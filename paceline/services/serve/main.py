@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 from paceline.core.config import ServeConfig
+from paceline.core.env import child_command
 from paceline.services.serve.supervisor import Supervisor
 
 
 async def run(config: ServeConfig) -> None:
     """Run a stack until Ctrl-C or SIGTERM. Raises PacelineError if it cannot start or go on."""
-    await Supervisor(config, lambda role, *flags: [sys.executable, "-m", "paceline", role, *flags]).run()
+    await Supervisor(config, child_command).run()

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.models.formats import Codes, find_format
+from paceline.models.formats import ANY, Codes, find_format
 
 Stored = Callable[[str, Tensor], tuple[Mapping[str, Tensor], Tensor]]
 """Quantizes a matrix of a given name. Returns its tensors by the end of their names, and its dequantized weights."""
@@ -44,7 +44,7 @@ def decoded(config: Mapping[str, Any], tensors: Mapping[str, Tensor], shape: tup
     wanted = found.tensors("m", shape)
     parts = {part: tensors[each.name.removeprefix("m.")] for part, each in wanted.items() if _is_there(each, tensors)}
     for part, tensor in parts.items():
-        assert tuple(tensor.shape) == wanted[part].shape, part
+        assert wanted[part].shape in (tuple(tensor.shape), (ANY,)), part
     codes = found.decode("m", parts, shape)
     return whole(codes) if isinstance(codes, Codes) else codes.float()
 
