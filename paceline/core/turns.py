@@ -45,6 +45,8 @@ URGENT_UNTIL = 3 + SLOTS
 _MS = 1_000_000
 _ALIVE = 50 * _MS
 """Time until a worker's claim expires, in nanoseconds; longer than one operation takes."""
+_PAUSE = 20 * _MS
+"""Time after which prefill pauses if it does not want the cores. Between two steps, it may take a few milliseconds."""
 _BETWEEN_STEPS = 1 * _MS
 """Time for which prefill wants the cores after a step; longer than it takes until its next step begins."""
 _HANDOVER = 8 * _MS
@@ -194,7 +196,7 @@ class DecodeTurns:
         self._clock, self._sleep = clock, sleep
         self._began = 0
         self._unwanted_at = clock()
-        """When this worker last saw that prefill did not want the cores."""
+        """When this worker last saw that prefill paused."""
         self._steps: deque[int] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
@@ -209,7 +211,7 @@ class DecodeTurns:
         return self._leave(int(left_to_prefill(self._target, *self._shares, self._steps, wanted_seconds)))
 
     def _see_prefill(self, now: int) -> None:
-        if self._words[_WANTED_UNTIL] <= now:
+        if now - self._words[_WANTED_UNTIL] > _PAUSE:
             self._unwanted_at = now
 
     def end_piece(self) -> None:
