@@ -87,7 +87,7 @@ test-aarch64: $(READY) ## build for aarch64 by a cross compiler and test under e
 bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
 	$(BIN)/python -m bench.load $(ARGS)
 
-bench-smoke: $(READY) ## every measuring command of CONTRIBUTING.md and docs/results.md, in a form of seconds
+bench-smoke: $(READY) ## every measuring command of CONTRIBUTING.md and the pages of results, in a form of seconds
 	$(BIN)/python -m bench.smoke $(ARGS)
 
 proto: $(READY) ## regenerate the Python code of paceline/proto/*.proto

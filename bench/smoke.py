@@ -1,4 +1,4 @@
-"""Run every measuring command of CONTRIBUTING.md and docs/results.md in a form of seconds, so that none breaks unseen.
+"""Run every measuring command of CONTRIBUTING.md and the pages of results for seconds, so that none breaks unseen.
 
     python -m bench.smoke                                       # or `make bench-smoke`
     python -m bench.smoke bench.headline --vllm VENV            # only this command, with vLLM's client

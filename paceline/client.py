@@ -28,9 +28,11 @@ class GatewayClient:
     """http://…, https://… or unix:PATH."""
     api_key: str = ""
     ca_certs: str = ""
-    """PEM file with the certificates of the authorities to trust; "" for those of the system or $SSL_CERT_FILE."""
+    """PEM file with the certificates of the authorities to trust; "" for the authorities of the system or
+    $SSL_CERT_FILE.
+    """
     model: str = ""
-    """The model whose fleet is meant; "" if the gateway has one model, or if all are meant."""
+    """The model whose fleet is asked about; "" if the gateway has one model, or to ask about all models."""
 
     def fetch_fleet(
         self, path: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS
@@ -49,7 +51,7 @@ class GatewayClient:
             body: sent with POST; without a body the request is a GET.
             seconds: deadline of each network operation of the request.
 
-        Raises the errors of `send`. UnavailableError also is an answer that is no JSON object.
+        Raises the errors of `send`. Also raises UnavailableError if the answer is not a JSON object.
         """
         if body is None:
             answer = self.send("GET", path, seconds=seconds)
@@ -102,7 +104,7 @@ class GatewayClient:
     def _open(
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None, seconds: float
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send a request and hold its answer open. Raises the errors of `send`, also for those of reading it."""
+        """Send a request and yield its open answer. Raises the errors of `send`, also if reading the answer fails."""
         url = self.url
         handlers: list[urllib.request.BaseHandler] = [_Redirects()] if self.api_key else []
         if url.startswith("https://"):

@@ -1,8 +1,8 @@
 """`paceline run-batch`: answer the requests of a file, on a stack of its own or on a running one.
 
 The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. It makes a batch
-for each URL that lines name. Lines that no batch can have get an error, and the other lines are answered. In a batch,
-the id of a line is its number, so that ids in the file may be missing or equal.
+for each URL that lines name. A line that cannot be in a batch gets an error, and the other lines are answered. In a
+batch, the id of a line is its number, so that ids in the file may be missing or equal.
 
 A batch has a digest of its input in its metadata. A command that was ended and runs again finds the batch by it and
 goes on. The digest is made with the API key, because an admin sees the batches of all keys.
@@ -40,7 +40,7 @@ START_SECONDS = 86400.0
 """Longest time until a stack of the command's own serves. It may have to download the model."""
 REQUEST_SECONDS = 120.0
 AWAY_SECONDS = 60.0
-"""A gateway that has not answered for this long is given up. The command can be run again."""
+"""Time after which a gateway that does not answer is given up, in seconds. The command can be run again."""
 DIGEST = "paceline_input"
 """Key of the metadata with the digest of the input."""
 ANSWERED = ("completed", "expired")
@@ -66,7 +66,7 @@ def run_batch(
 
     Raises:
         ConfigError: a file cannot be read or written, or both are the same.
-        InvalidRequestError: the input file, or something else, is refused. The message names its lines.
+        InvalidRequestError: the server refuses the input file, whose lines the message names, or another request.
         UnavailableError: the stack has ended or does not answer.
     """
     asked = AskedBatch(_read(source))
@@ -102,7 +102,7 @@ class AskedBatch:
                 self._add(number, data)
 
     def answer(self, number: int, answer: bytes) -> None:
-        """Set the answer of a line, whose `custom_id` in it is another one."""
+        """Set the answer of a line. Its `custom_id` is replaced by the one of the input."""
         told = {**json.loads(answer), "custom_id": self._ids[number]}
         self._answers[number] = json.dumps(told, separators=(",", ":")).encode()
 
@@ -179,7 +179,7 @@ class OutputFile:
 
     @property
     def _is_stdout(self) -> bool:
-        """Whether the output of this command goes there, too. To open it again would write over other output."""
+        """Whether the file is also the standard output of this command. Opening it again would overwrite output."""
         try:
             return self._status is not None and os.path.samestat(self._status, os.fstat(1))
         except OSError:
@@ -218,7 +218,7 @@ class OutputFile:
 
 
 class Server:
-    """A gateway. Short failures, such as its restart, are waited for."""
+    """A gateway. A request waits while the gateway fails for a short time, for example because it restarts."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self.api_key = gateway.api_key
@@ -276,7 +276,7 @@ def _answer(server: Server, asked: AskedBatch, output: OutputFile, source: Path,
             read += files
             break
     output.write(asked.answered())
-    # Last, because a command that is ended before it is here finds all answers again.
+    # Deleted last, so that a command that ends earlier finds all answers again.
     for file in read:
         server.delete(file)
 

@@ -21,7 +21,7 @@ def scale(
 
     Args:
         targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of one.
-        drain: ids of workers that shall end. If nothing is requested, the fleet is only printed.
+        drain: ids of workers that shall end. If no change is requested at all, the fleet is only printed.
         release: roles whose number of workers the planner chooses again.
         wait: seconds to wait until all wanted workers are ready in their roles and no worker drains; 0 returns at once.
 
@@ -60,7 +60,7 @@ def _is_settled(state: Mapping[str, Any]) -> bool:
 
 
 def _have_roles(gateway: GatewayClient, roles: Mapping[str, str]) -> bool:
-    """Return whether workers serve in their new roles. The numbers of workers do not show a change under way."""
+    """Return whether workers serve in their new roles. Numbers of workers do not show an unfinished change."""
     if not roles:
         return True
     workers = gateway.fetch_fleet("/fleet", seconds=SECONDS)["workers"]

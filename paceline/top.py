@@ -47,7 +47,9 @@ def top(gateway: GatewayClient, interval: float, count: int) -> None:
 
 
 def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
-    """Return the lines for two answers of /fleet that are `seconds` apart. Rates and shares are of this time."""
+    """Return the lines for two answers of /fleet that are `seconds` apart. Rates and shares cover the time between
+    them.
+    """
     earlier = {_name(worker): worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
     shown = [worker for worker in now["workers"] if worker["role"] not in ("kvtransfer", "planner")]

@@ -107,7 +107,7 @@ def _queue(queue: Json) -> Iterator[Line]:
 
 
 def _encoding(encoding: Json) -> str:
-    """Return where an encoding came from, and what it took."""
+    """Return the source of an encoding and the time that it took."""
     words = [f"{encoding['kind']} of {_count(encoding['tokens'], 'token')} on {encoding['worker']}"]
     if encoding["cached"]:
         words.append("cached")

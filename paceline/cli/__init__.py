@@ -26,7 +26,7 @@ from paceline.top import top
 from paceline.trace import trace
 
 _EXTRAS = {"profile": "gateway", "simulate": "gateway", "run-batch": "gateway"}
-"""The pip extra with the dependencies of a tool; those of the others are in "convert"."""
+"""The pip extra with the dependencies of a tool; dependencies of tools that are not listed are in "convert"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: dict[str, Any]) -> int:
-    """Run a command. Return its exit code; errors raise exceptions."""
+    """Run a command and return its exit code. A failure raises an exception."""
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":

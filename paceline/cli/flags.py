@@ -51,7 +51,7 @@ _METAVARS = {
     "redis_password_file": "FILE",
     "speculative_config": "JSON",
 }
-"""Placeholders of values for which the last word of the field's name would say too little."""
+"""Placeholders of values, for fields whose last word says too little to be one."""
 
 SHORT_FLAGS = {"speculative_config": ("-sc",)}
 """Second names of flags."""

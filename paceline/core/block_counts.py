@@ -23,7 +23,7 @@ class Counts(NamedTuple):
     """Slots of sealed, unreferenced blocks. A request may reuse such a block; it is evicted when room is needed."""
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the counts as figures, and the share of slots that requests use."""
+        """Yield the counts as figures, then the share of slots that requests use."""
         for name, count in self._asdict().items():
             yield Sample(f"blocks_{name}", count)
         if self.total:

@@ -15,7 +15,7 @@ class BlockHolders:
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self._holders: tuple[dict[bytes, HostSet], ...] = tuple({} for _ in layout.all_groups)
-        """By group: the holders of each block that has any."""
+        """For each group, the hosts that hold each block. Blocks without holders are left out."""
 
     def apply(self, host: int, events: Iterable[tuple[str, int, bytes]]) -> None:
         """Note blocks that became or ceased to be reusable on a host.
@@ -37,7 +37,8 @@ class BlockHolders:
                 holders.pop(name, None)
 
     def cached_tokens(self, links: Sequence[bytes], most: int, tails: Sequence[Tail] = ()) -> dict[int, int]:
-        """Return for each host how many of a context's first `most` tokens are cached. Hosts with none are left out.
+        """Return, for each host, the number of a context's first `most` tokens that are cached. Hosts without any are
+        left out.
 
         Args:
             links: the links of the context.

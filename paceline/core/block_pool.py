@@ -61,7 +61,7 @@ class BlockPool:
         """
         self._free = [slot for slot in self._free if slot not in slots]
         self._referenced = len(slots)
-        # Shared blocks first: they were in the index before, so they have to enter it first now.
+        # Shared blocks come first, because they were in the index before and must enter it before private ones.
         for slot, (count, name) in sorted(slots.items(), key=lambda entry: -entry[1][0]):
             self._references[slot] = count
             if name is not None:
@@ -95,7 +95,7 @@ class BlockPool:
         return self._names[slot]
 
     def available(self, reusing: Iterable[int] = ()) -> int:
-        """Return how many slots `take` could give without evicting a block in `reusing`."""
+        """Return the number of slots that `take` could give without evicting a block in `reusing`."""
         return len(self._free) + self._policy.evictable - sum(self._references[slot] == 0 for slot in set(reusing))
 
     def reuse(self, slots: Sequence[int], priority: int | None = None) -> None:
@@ -119,7 +119,7 @@ class BlockPool:
         for name in names:
             self._policy.remove(name)
         self._drop(names)
-        del self._free[len(self._free) - len(slots) :]  # where `_drop` has put them
+        del self._free[len(self._free) - len(slots) :]  # `_drop` has put these slots there
         for slot in slots:
             self._references[slot] = 1
         self._referenced += len(slots)
@@ -159,7 +159,8 @@ class BlockPool:
         return slots
 
     def give_back(self, slots: Iterable[int]) -> None:
-        """Drop one reference to each block. After its last reference, a sealed block is cached, another one is freed.
+        """Drop one reference to each block. When a block's last reference is dropped, the block is cached if it is
+        sealed, and freed otherwise.
 
         Args:
             slots: slots of the blocks, children before their parents.

@@ -1,14 +1,14 @@
-"""The context of a sequence: all that its KV depends on. It gives KV blocks their names; no other code does.
+"""The context of a sequence: everything that its KV depends on. Only this file gives KV blocks their names.
 
 A *link* is a hash of the context up to a multiple of `BASE_TOKENS` tokens. Each link hashes the link before it and the
-tokens after it, so two contexts share a link exactly if they are equal up to its end. The first link hashes the *root*.
-A block of a group is named by the link at its end.
+tokens after it, so two contexts have the same link exactly if they are equal up to the link's end. The first link
+hashes the *root*. A block of a group is named by the link at its end.
 
     root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
 
-`ContextRoot` has everything that all tokens depend on: the KV layout, which includes the model, and the cache salt; in
-the future perhaps an adapter's digest. If the context begins with tokens that all owners share, such as an operator's
-system prompt, the links of these tokens do not hash the salt, and the next link does:
+`ContextRoot` has everything that the KV of every token depends on: the KV layout, which includes the model, and the
+cache salt. If the context begins with tokens that all owners share, such as an operator's system prompt, the links of
+these tokens do not hash the salt, and the next link does:
 
     root without salt ──▶ link 0 ──▶ … ──▶ last shared link ──▶ salt ──▶ next link ──▶ …
 
@@ -38,7 +38,7 @@ _ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ContextRoot:
-    """The things that the KV of every token of a context depends on."""
+    """Everything that the KV of every token of a context depends on, besides the tokens."""
 
     layout: str
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
@@ -53,12 +53,14 @@ class ContextRoot:
 
 
 class Tail(NamedTuple):
-    """A place in a context at which another request has ended, so that its last blocks may be cached, full or not."""
+    """A place in a context at which another request has ended. The last blocks before it may be cached, even partial
+    ones.
+    """
 
     length: int
     """Tokens of the context before the place."""
     name: bytes
-    """Their name, see `Context.name`. It is the name of all blocks that end there and are not full."""
+    """Name of these tokens, see `Context.name`. Every partial block that ends at this place has this name."""
 
 
 class Context:
@@ -104,7 +106,9 @@ class Context:
         return links
 
     def name(self, layout: str, length: int) -> bytes:
-        """Return the name of the first `length` tokens: a hash of all of them. It is a link if it ends on one."""
+        """Return the name of the first `length` tokens: a hash of all of them. It is a link if `length` is the end of a
+        link.
+        """
         count, rest = divmod(length, BASE_TOKENS)
         links = self.links(layout)[:count]
         if not rest:
@@ -128,7 +132,7 @@ class Context:
         return [Tail(length, self.name(layout, length)) for length in lengths if 0 < length <= len(self.token_ids)]
 
     def _parent(self, layout: str, links: Sequence[bytes]) -> bytes:
-        """Return what the hash of the tokens after these links, the first ones of the context, begins with."""
+        """Return the beginning of the input to the next hash, given all links of the context before it."""
         if not links:
             return ContextRoot(layout, "" if self._shared_links else self.cache_salt, self._encoding).digest()
         return self._salted(links[-1]) if len(links) == self._shared_links else links[-1]
@@ -151,7 +155,7 @@ class Context:
         return struct.pack(f"<{end - start}I", *self.token_ids[start:end])
 
     def _seen(self, start: int, end: int) -> bytes:
-        """Return what the hash of tokens [start, end) contains for the media among them."""
+        """Return the part of the hash input of tokens [start, end) that stands for the media among them."""
         if not self.media:
             return b""
         return b"".join(
@@ -160,7 +164,7 @@ class Context:
 
 
 def _identity(span: MediaSpan, place: int) -> bytes:
-    """Return what a hash of tokens contains for a span among them: all that the span's tokens depend on.
+    """Return the part of a hash input that stands for one span: everything that the KV of its tokens depends on.
 
     Args:
         place: the span's start, counted from the first token of the hash. Negative if the span begins before it.

@@ -43,7 +43,7 @@ def end_token_ids(
         own: id of the tokenizer's `eos_token`.
 
     Raises:
-        ModelError: a file has something else than ids.
+        ModelError: a file has a value that is not an id.
     """
     file, listed = "generation_config.json", generation.get("eos_token_id")
     if listed is None:

@@ -65,7 +65,7 @@ def child_environment(**variables: str) -> dict[str, str]:
 
 
 def bare_environment(**variables: str) -> dict[str, str]:
-    """Return the environment of a child process that handles hostile input: only where its code is, and no secrets."""
+    """Return the environment of a child process that handles hostile input: the paths of its code, and no secrets."""
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG") if name in os.environ}
     return {**kept, **variables}
 
@@ -82,8 +82,8 @@ def share_cores() -> None:
 def quiet_grpc() -> None:
     """Keep gRPC from logging that a peer has ended, and from acting in forked processes, unless the user wants it.
 
-    Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs. A process
-    that is forked only becomes another program, whose standard error would show what gRPC says meanwhile.
+    Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs. A forked
+    process here only starts another program, whose standard error would show gRPC's messages.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

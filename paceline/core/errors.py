@@ -24,8 +24,9 @@ class InvalidRequestError(PacelineError):
 
 
 class ConstraintError(InvalidRequestError):
-    """An output cannot be forced to follow its constraint. `param` is PARAM until the gateway, which alone knows what
-    field of the API the client used, replaces it."""
+    """An output cannot be forced to follow its constraint. `param` is PARAM until the gateway replaces it, because only
+    the gateway knows the API field that the client used.
+    """
 
     PARAM = "constraint"
 
@@ -42,8 +43,9 @@ class UnavailableError(PacelineError):
 
 
 class DrainingError(UnavailableError):
-    """A worker drains, or has got another role. It has not begun, or not finished, what it was asked for. Another
-    worker goes on with it, and nobody has failed."""
+    """The worker is draining or has changed its role, so it did not begin or did not finish the request. Another worker
+    continues it. This is not a failure of the worker.
+    """
 
 
 class UntrustedError(UnavailableError):
@@ -52,12 +54,13 @@ class UntrustedError(UnavailableError):
 
 
 class TransferError(PacelineError):
-    """KV blocks could not be fetched from another host. The cause may be the link between the two hosts, so neither
-    worker need have failed."""
+    """KV blocks could not be fetched from another host. The cause may be the link between the two hosts, so it does not
+    count as a failure of either worker.
+    """
 
 
 class RefusedError(ConfigError):
-    """The called service refused this one, which does not have the cluster's secret. No retry can succeed."""
+    """The called service refused this service, because it does not have the cluster's secret. No retry can succeed."""
 
 
 class StaleError(PacelineError):

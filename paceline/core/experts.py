@@ -1,4 +1,4 @@
-"""The rule by which a layer with experts chooses some of them for each token. It imports no torch."""
+"""The rule by which a layer with experts chooses some of them for each token. Imports no torch."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ optional properties; with it, a mask ends after some tenths of a second at the l
 """
 
 _MAX_RULES = 1_500
-"""Most rules of a client's grammar. The library compiles rules within rules recursively, and its stack has an end."""
+"""Most rules of a client's grammar. The library compiles nested rules recursively, and its stack is limited."""
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """An option against an endless loop. By default the library follows a grammar while only one token is possible. In
@@ -113,13 +113,13 @@ def _in_lark(grammar: str) -> str:
 
 
 def check_options(schema: object) -> None:
-    """Raise ConstraintError if a client's schema sets options, which are the gateway's to set."""
+    """Raise ConstraintError if a client's schema sets options that only the gateway may set."""
     if isinstance(schema, dict) and OPTIONS in schema:
         raise ConstraintError(f"{OPTIONS} is not supported; leave it out")
 
 
 def unenforced(kind: ConstraintKind, text: str) -> tuple[Unenforced, ...]:
-    """Return the keywords of JSON schemas that a constraint, which has been checked, does not enforce."""
+    """Return the keywords of JSON schemas that a checked constraint does not enforce."""
     if kind is ConstraintKind.JSON_SCHEMA:
         return _compiled(text).unenforced
     if kind not in (ConstraintKind.GRAMMAR, ConstraintKind.ANSWER) or "%json" not in text:
@@ -165,7 +165,7 @@ def _compiled(text: str) -> Compiled:
 def _options(schema: dict[str, Any] | bool) -> SchemaOptions:
     """Return the options of a schema, and remove them from it.
 
-    Schemas in a client's grammar may have all of them, because the grammar may be that of a chat which was rendered.
+    Schemas in a client's grammar may have all options, because the client may send the grammar of a rendered chat.
 
     Raises ConstraintError if there are other options.
     """
@@ -195,7 +195,7 @@ def compile_grammar(grammar: str, tokenizer: LLTokenizer, kind: ConstraintKind) 
     """Return the matcher at the beginning of an output, which has computed the first mask.
 
     Args:
-        grammar: what `grammar_of` has returned.
+        grammar: the result of `grammar_of`.
         kind: the language in which the constraint was written.
 
     Raises:

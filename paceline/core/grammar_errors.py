@@ -11,15 +11,17 @@ TOO_SLOW = (
     "to find the tokens that may come next takes too long; make it simpler: fewer optional properties, or rules with "
     "one way to read a text, such as a: a b | b in place of a: a a | b"
 )
-"""A message of our own: masks take too much time; see `engine.constraint`."""
+"""A message of our own, for masks that take too much time; see `engine.constraint`."""
 
 MAX_DEPTH = 120
-"""Levels of a schema's objects and lists that the library can read, about: its own parser of JSON stops at 128."""
+"""Most levels of objects and lists in a schema. The library's parser of JSON stops at 128."""
 
 TOO_DEEP = f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep"
 
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-"""The source lines around a mistake. They are cut off, because some are not the user's but ours."""
+"""The source lines around a mistake. They are cut off, because some of them come from our translation and not from the
+user.
+"""
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPING = re.compile(r'invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
 

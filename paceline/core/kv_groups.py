@@ -13,10 +13,10 @@ _ITEMSIZE = 2
 because only the size of one group relative to another counts."""
 
 _MOST_PARTS = 16
-"""A group is divided into about this many at most."""
+"""A group is divided into about this many parts at most."""
 
 _GROUP_PRICE = 1 / 200
-"""Share of the cache's memory that one more group must save: it has block tables and names of blocks of its own."""
+"""Share of the cache's memory that one more group must save, because it has block tables and block names of its own."""
 
 _FINE_TOKENS = 64
 """Groups are divided only if prefixes would be reused in units of more tokens than this."""
@@ -64,7 +64,8 @@ def state_groups(
     room = max(shape.block_bytes(MOST_STATE_TOKENS, _ITEMSIZE) for shape in others)
     fewest = -(-total // _MOST_STATE_GROUPS)
     fit = max(fewest, min(total, room * total // whole.state_bytes))
-    # With one layer more, the others' longest blocks do not fill a slot, but sometimes states fill theirs better.
+    # With one layer more, the longest blocks of `others` no longer fill a slot, but sometimes states fill their slots
+    # better.
     choices = [whole.divided(-(-total // size)) for size in (fit, fit + 1)]
     return min(choices, key=lambda groups: _price((*others, *groups)))
 

@@ -7,9 +7,9 @@ layers of one group, contiguous in memory:
 
 Layers that cache one latent vector for each token, which is key and value at once, have one plane instead of two.
 
-The layers of a *state group* are recurrent. Its blocks hold one state for each layer instead: the state after one of
-the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the token before it,
-so a state group has a window of two tokens. Only models and kernels have to know more about states.
+The layers of a *state group* are recurrent. Instead of keys and values, its blocks hold one state for each layer: the
+state after one of the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the
+token before it, so a state group has a window of two tokens. Only models and kernels know more about states.
 
 The output of an encoder is cached as well. A block of an *encoding* has one row for each token: [block_tokens, hidden].
 
@@ -146,8 +146,9 @@ class KVLayout:
     encodings: KVLayout | None = None
     """Layout of the blocks of encodings, in the same slots. It has one group. None if the model has no encoders."""
     parts: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Names and values of what the fingerprint covers besides shapes, such as files and their digests, so that a
-    difference between two fingerprints can be named."""
+    """Name and value of everything that the fingerprint covers besides shapes, such as files and their digests. They
+    serve to explain a difference between two fingerprints.
+    """
     first_group: int = 0
     """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last one."""
 
@@ -171,13 +172,14 @@ class KVLayout:
 
     @property
     def keeps_tails(self) -> bool:
-        """Whether the ends of contexts are cached although they fill no block: the model has states, whose blocks are
-        long."""
+        """Whether the ends of contexts are cached although they do not fill a block. This is so for models with states,
+        because their blocks are long.
+        """
         return any(group.shape.window == STATE_WINDOW for group in self.groups)
 
     @property
     def token_bytes(self) -> float:
-        """Average bytes of slots for each further token of a context, if no blocks before a window are dropped."""
+        """Average bytes of slots for one more token of a context, if no blocks before a window are dropped."""
         return sum(self.slot_bytes / group.block_tokens for group in self.groups)
 
     def slots_for(self, tokens: int) -> int:
@@ -218,9 +220,9 @@ def make_layout(
     state_tokens = _state_tokens([count for count in tokens if count], states)
     groups = tuple(KVGroup(shape, count or state_tokens) for shape, count in zip(shapes, tokens))
     slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
-    if not encoding_size:  # what follows must not change the fingerprints of other models: caches outlive a release
+    if not encoding_size:  # the rest must not change the fingerprints of other models: caches outlive a release
         return KVLayout(groups, itemsize, slot_bytes, _fingerprint(identity, itemsize, slot_bytes, groups))
-    # As many rows as fit. The number need not go with the blocks of KV, because an encoding is a context of its own.
+    # As many rows as fit. The number need not match the blocks of KV, because an encoding is a context of its own.
     rows = slot_bytes // (row_bytes * BASE_TOKENS) * BASE_TOKENS
     group = KVGroup(GroupShape("encoding", (0,), kv_heads=1, head_dim=encoding_size, planes=1), rows)
     fingerprint = _fingerprint(identity, itemsize, slot_bytes, (*groups, group))
@@ -247,7 +249,7 @@ def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]])
 def _state_tokens(kv_tokens: Sequence[int], states: int) -> int:
     """Return the tokens of a state group's block.
 
-    They are so many that states take no more slots than keys and values, but at most MOST_STATE_TOKENS.
+    The number is chosen so that states take no more slots than keys and values, but is at most MOST_STATE_TOKENS.
 
     Args:
         kv_tokens: tokens of a block, for each group with keys and values.

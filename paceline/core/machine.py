@@ -23,7 +23,7 @@ _MEMORY_FILES = (
 )
 
 _NICENESS = 10
-"""Other threads of the host get nine times the CPU time of one that yields to them."""
+"""Nice value of a thread that yields to others: each of them then gets nine times its CPU time."""
 _LARGE_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Constants of glibc's malloc.h."""
@@ -145,7 +145,7 @@ def _read(file: Path) -> str:
 
 
 def process_seconds() -> float:
-    """Return how long ago this process was started. Programs that it has executed since belong to it."""
+    """Return the age of this process, in seconds. It includes the programs that the process ran before `exec`."""
     try:
         with open("/proc/self/stat") as stat:
             started = int(stat.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")

@@ -60,6 +60,6 @@ class MediaInput:
 
     @property
     def digest(self) -> bytes:
-        """A hash of everything that the encoding depends on besides the encoder."""
+        """Hash of everything besides the encoder that decides the encoding."""
         described = repr((self.kind.value, self.length, self.dtype, self.shape)).encode()
         return hashlib.sha256(described + b"\0" + self.data).digest()[:DIGEST_BYTES]

@@ -22,7 +22,7 @@ class Family:
     help: str
     kind: MetricKind = "counter"
     has_role: bool = True
-    """Whether the role of the counting service is a label; False if services of only one role count it."""
+    """Whether the role of the service that counts is a label. False if only services of one role count this metric."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def samples_of(counts: Any) -> Iterator[Sample]:
 
 
 class CountHistogram:
-    """A histogram of counts, such as tokens: how many were at most as large as each bound."""
+    """A histogram of counts, such as tokens: the number of values up to each bound."""
 
     def __init__(self, family: Family, bounds: tuple[int, ...]) -> None:
         self._family = family
@@ -74,7 +74,7 @@ class CountHistogram:
 
 
 class Histogram:
-    """A histogram of durations: how many were at most as long as each bound.
+    """A histogram of durations: the number of durations up to each bound.
 
     Args:
         figure: name of the measured action. The names of the figures begin with it.

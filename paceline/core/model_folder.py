@@ -29,7 +29,7 @@ class ModelFiles:
     """Digest of each file by its name, so that a difference can be named."""
 
     def difference(self, others: Mapping[str, str]) -> str:
-        """Return the names of the files that differ from another member's, as far as it tells."""
+        """Return the names of the files that differ from another member's, as far as it reports digests."""
         differing = [name for name, digest in self.digests.items() if others.get(name, digest) != digest]
         return " and ".join(differing) or " or ".join(self.digests)
 

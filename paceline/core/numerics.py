@@ -1,4 +1,4 @@
-"""The properties of a worker that decide the last bits of its results."""
+"""The properties of a worker that affect the last bits of its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Numerics:
 
 
 def may_differ(before: Numerics | None, now: Numerics | None) -> bool:
-    """Return whether tokens may change if a request goes on with numerics `now` after `before`. None is unknown.
+    """Return whether tokens may change if a request continues under numerics `now` after `before`. None means unknown.
 
     If the numerics before are unknown, nothing can be compared, and the answer is no.
     """

@@ -59,7 +59,7 @@ def option(
         group: heading in --help under which the option is listed.
         at_least: smallest number that is accepted.
         at_most: largest number that is accepted.
-        is_secret: whether the value may have a key or a password, so that nobody is shown it.
+        is_secret: whether the value may contain a key or a password, and so is never shown.
     """
     extra: dict[str, Any] = {"group": group, "at_least": at_least, "at_most": at_most, "is_secret": is_secret}
     return Field(default, ge=at_least, le=at_most, description=help, repr=not is_secret, json_schema_extra=extra)
@@ -79,7 +79,7 @@ def same_option(service: type[Options], name: str, *, default: Any = None, help:
 
 
 def secrets_of(service: type[Options]) -> set[str]:
-    """Return the options whose values nobody is shown."""
+    """Return the options whose values are never shown."""
     return {name for name in service.model_fields if _extra(service, name)["is_secret"]}
 
 
@@ -105,7 +105,7 @@ def _extra(service: type[Options], name: str) -> dict[str, Any]:
 class Options(BaseModel):
     """Immutable options, checked when they are made. A wrong value raises ConfigError, which names its flag."""
 
-    # A process makes one of all configs, so the others are not compiled.
+    # A process makes only one of all configs, so the validators of the others are never compiled.
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
     @model_validator(mode="wrap")

@@ -17,7 +17,7 @@ HostSet = int
 _ALL_HOSTS: HostSet = -1
 
 _BITS = bytes.maketrans(b"01", b"\0\1")
-"""From the digits of a binary number to their values."""
+"""Table from the digits of a binary number to their values."""
 
 
 def match_prefix(
@@ -122,7 +122,7 @@ def match_prefixes(
 
 
 class _Blocks(NamedTuple):
-    """The blocks of one group in a context, and who has them."""
+    """The blocks of one group in a context, and the hosts that hold them."""
 
     group: KVGroup
     names: Sequence[bytes]
@@ -130,7 +130,7 @@ class _Blocks(NamedTuple):
 
 
 def _full_prefixes(groups: Sequence[_Blocks], most: int, align: int) -> Iterator[tuple[int, HostSet]]:
-    """Yield lengths, each with the hosts whose blocks of groups with full attention reach just so far."""
+    """Yield lengths, each with the hosts whose cached blocks of groups with full attention end exactly there."""
     here = _ALL_HOSTS
     steps = [(names, holders, align // group.block_tokens) for group, names, holders in groups]
     for step in range(most // align):
@@ -147,7 +147,7 @@ def _full_prefixes(groups: Sequence[_Blocks], most: int, align: int) -> Iterator
 
 
 def _with_windows(groups: Sequence[_Blocks], hosts: HostSet, length: int) -> HostSet:
-    """Return those of the hosts that have all blocks of groups with a window which a query after the prefix reads."""
+    """Return the hosts of `hosts` with all blocks, of groups with a window, that a query after the prefix reads."""
     for group, names, holders in groups:
         for index in reversed(range(group.first_needed_block(length), length // group.block_tokens)):
             hosts &= holders.get(names[index], 0)

@@ -13,7 +13,7 @@ _QUIET_SECONDS = 15.0
 
 
 class StatusLines:
-    """A stream of lines. A line that begins with "\\r" is provisional: a terminal replaces it by the next line.
+    """Prints lines to a stream. A line that begins with "\\r" is provisional: a terminal replaces it by the next line.
 
     Other streams, such as log files, get a provisional line only every 15 seconds.
 

@@ -38,13 +38,13 @@ class RequestClass:
     """The promise to requests of one class."""
 
     ttft_seconds: float | None = None
-    """Longest time to the first token, in seconds; None has no objective."""
+    """Longest time to the first token, in seconds; None if there is no objective."""
     itl_seconds: float | None = None
-    """Longest time between two tokens, in seconds; None has no objective."""
+    """Longest time between two tokens, in seconds; None if there is no objective."""
     percentile: float = 0.99
-    """Share of the requests, and of their tokens, that meet the objectives."""
+    """Share of the requests, and of their tokens, that must meet the objectives."""
     weight: float = 1.0
-    """Share of the work that a key of this class gets, relative to other keys that wait."""
+    """Weight of a key of this class in sharing work with other keys that wait."""
 
 
 Classes = Mapping[str, RequestClass]

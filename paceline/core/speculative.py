@@ -1,4 +1,4 @@
-"""--speculative-config: how a worker drafts tokens. If vLLM has such a field, ours has the same name."""
+"""The options of --speculative-config, by which a worker drafts tokens. Fields that vLLM has have the same names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The times of a worker's steps by their load, from which the planner learns what a worker can do."""
+"""The times of a worker's steps by their load, from which the planner learns the capacity of a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StepLoad:
     """All steps with about the same load."""
 
     number: int
-    """The same for all steps with such a load."""
+    """Identifies the load. All steps with about the same load have the same number."""
     tokens: int = 0
     """Sum of the tokens that the steps computed."""
     context: int = 0
@@ -28,7 +28,7 @@ class StepLoads:
 
     def __init__(self) -> None:
         self._loads: dict[int, StepLoad] = {}
-        """The load that was seen last is the last one."""
+        """Loads by number. The most recently seen load is the last one."""
 
     def count(self, tokens: int, context: int, seconds: float) -> None:
         """Count a step.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StepRecord(NamedTuple):
-    """One step: what it computed, and how long it took."""
+    """One step: the work that it computed, and its duration."""
 
     number: int
     """Number of the step among all steps of the engine, from 0."""

@@ -75,7 +75,7 @@ class Spread(_Value):
         return quantiles
 
     def at(self, level: float) -> float:
-        """Return the ratio below which a share `level` of all ratios is; `level` is in [0, 1]."""
+        """Return the quantile of the ratios at `level`, which is in [0, 1]."""
         place = level * (len(self.quantiles) - 1)
         index = min(int(place), len(self.quantiles) - 2)
         if index < 0:
@@ -148,7 +148,7 @@ class Drafts(_Value):
     most: int = Field(default=0, ge=0)
     """Drafts of one sequence in each step; 0 without speculation."""
     accepted: tuple[Chance, ...] = ()
-    """The chance that the j-th draft of a step is accepted if all drafts before it are."""
+    """For each j, the probability that a step's j-th draft is accepted if all drafts before it are."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -187,7 +187,7 @@ class TurnTimes(_Value):
     prefill some time after each of its steps. See `core/turns.py`."""
 
     itl_target: Seconds = 0.028
-    """Prefill gets what a decode step leaves of this time."""
+    """Target time between tokens. Prefill gets the part of it that a decode step leaves."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
     backlog_share: float = Field(default=BACKLOG_SHARE, gt=0)
@@ -197,8 +197,9 @@ class TurnTimes(_Value):
     than 1 if prefill also computes while decode leaves the cores idle. Less than 1 if tokens on their way to clients
     use the cores, too."""
     decode: Curve | None = None
-    """Seconds by the number of rows of a decode step while prefill has work, without attention to contexts. None: as
-    without prefill."""
+    """Seconds of a decode step while prefill has work, by its number of rows, without attention to contexts; None if it
+    takes as long as without prefill.
+    """
     decode_per_token: Seconds = 0.0
     """Seconds by which such a step is longer for each token of prefill's step, because it waits until prefill's
     operation ends."""
@@ -209,11 +210,14 @@ class TurnTimes(_Value):
     admit: Delay = Delay()
     """Additional time of everything around the steps of a prompt while decode workers of the same cores have work."""
     admission: Seconds = 0.0
-    """Seconds of an admission that are work on these cores. It takes as much longer for each other admission at the
-    same time."""
+    """Seconds of an admission that are work on these cores. Each simultaneous admission prolongs the others by this
+    time.
+    """
 
     def speed_of_prefill(self, rows: int) -> float:
-        """Return how fast prefill computes in its turns while so many rows decode; 1 if there are none."""
+        """Return the speed of prefill in its turns while `rows` rows decode, relative to its speed alone; 1 if none
+        decodes.
+        """
         points = self.prefill_speed.points
         return max(_LEAST_SPEED, self.prefill_speed.at(min(rows, points[-1][0]))) if rows else 1.0
 
@@ -238,7 +242,7 @@ class Profile(_Value):
     """Tokens of KV that the arena of one host holds."""
     prefill: WorkerTimes
     decode: WorkerTimes
-    """Also the times of the workers of a fleet that is not disaggregated."""
+    """Times of decode workers. In a fleet that is not disaggregated, they are the times of all workers."""
     turns: TurnTimes | None = None
     """Turns of workers that share cores; None if every worker has a device, or cores, of its own."""
     gateway: Delay = Delay()

@@ -21,8 +21,8 @@ expires by itself, so a worker that is killed during its turn, or while it waits
 
 No word says anything about other memory, so their order does not matter, and no processor needs fences here.
 
-`src/turns.h` of the native kernels uses the same page, so that turns also change between two operations of a step. And
-prefill may compute between two programs of a decode step, when decode runs Python and leaves its cores idle.
+`src/turns.h` of the native kernels uses the same page, so that turns also change between two operations of a step.
+Prefill may also compute between two programs of a decode step, while decode runs Python and leaves its cores idle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOTS = 62
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
 URGENT_UNTIL = 3 + SLOTS
-"""Index of the word that says until when a worker of the host computes urgent requests."""
+"""Index of the word with the instant until which a worker of the host computes urgent requests."""
 
 _MS = 1_000_000
 _ALIVE = 50 * _MS
@@ -48,7 +48,8 @@ _ALIVE = 50 * _MS
 _PAUSE = 20 * _MS
 """Time after which prefill pauses if it does not want the cores. Between two steps, it may take a few milliseconds."""
 _BETWEEN_STEPS = 1 * _MS
-"""Time for which prefill wants the cores after a step; longer than it takes until its next step begins."""
+"""Time for which prefill keeps its claim to the cores after a step. It is longer than the gap to prefill's next step.
+"""
 _HANDOVER = 8 * _MS
 """Time from the end of a prompt's last step until a decode worker has the request, on a busy host."""
 _NEXT_HANDOVER = 1 * _MS
@@ -120,14 +121,14 @@ class Turns(Protocol):
         """
 
     def expecting(self) -> float:
-        """Return the seconds within which a request may be handed over; 0 if none is expected."""
+        """Return the time in seconds within which a request may still be handed over; 0 if none is expected."""
 
     def received(self) -> None:
         """Note that a request was handed over."""
 
 
 class RoleTurns:
-    """The turns of a worker whose role may change: those of a prefill worker, until `take_role` says otherwise.
+    """The turns of a worker whose role may change. It begins as a prefill worker; `take_role` changes the role.
 
     Args:
         page, session, itl_target: see `DecodeTurns`.
@@ -215,11 +216,12 @@ class DecodeTurns:
             self._unwanted_at = now
 
     def end_piece(self) -> None:
-        # Several pieces may come between two steps. So none of them leaves the rest of the ITL target, only its share.
+        # Several pieces may come between two steps. So a piece leaves only its share of the time, not the rest of the
+        # ITL target.
         self._leave(int((self._clock() - self._began) * self._shares[0]))
 
     def _leave(self, duration: int) -> bool:
-        """Leave prefill, if it waits, the cores for a duration. Return whether it has them now."""
+        """If prefill waits, leave it the cores for `duration`. Return whether prefill has the cores now."""
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
         self._see_prefill(now)

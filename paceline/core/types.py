@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Key(NamedTuple):
-    """The name of one attempt at a request, and the right to use its blocks.
+    """The name of one attempt at a request. It is also the right to use the attempt's blocks.
 
     The gateway increases `attempt` with each new attempt. `generation` increases whenever the lease gets a new owner.
     Earlier owners, whose generation is smaller, are refused.
@@ -60,12 +60,14 @@ class Constraint:
     """The constraint as a grammar of the library, which a gateway has compiled on trial; "" if it has not been
     translated."""
     domain: str = ""
-    """Salt of the requests that share the compiled constraint and the time for its masks. Only workers know it."""
+    """Salt that separates requests: only requests with the same salt share the compiled constraint and the time for its
+    masks. Only workers know it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The parameters of sampling. The gateway has resolved them: no value stands for "the default of the model"."""
+    """The parameters of sampling. The gateway has resolved them, so no value means "the default of the model"."""
 
     temperature: float = 0.0
     """Divisor of the logits. 0 chooses the most likely token."""

@@ -1,4 +1,4 @@
-"""The order in which workers of a role leave if there are too many: those first that lose least. Pure.
+"""The order in which workers of a role leave if there are too many: the worker with the least loss leaves first. Pure.
 
 A loss is measured in tokens that have to be computed again, or moved to another host instead:
 
@@ -25,7 +25,7 @@ REQUEST_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """One worker that could leave, and what it would lose."""
+    """One worker that could leave, and the work that would be lost with it."""
 
     worker_id: str
     role: str
@@ -39,11 +39,11 @@ class Standing:
     queued_tokens: int = 0
     """Prompt tokens that it has accepted and not computed yet."""
     numerics: Numerics | None = None
-    """None if unknown: then they count as other ones than those of all other workers."""
+    """None if unknown. Unknown numerics count as different from those of all other workers."""
 
 
 def loss(worker: Standing, stay: Collection[Standing], only_cached: Mapping[str, int]) -> float:
-    """Return what is lost if a worker leaves, in tokens.
+    """Return the loss if a worker leaves, in tokens.
 
     Args:
         stay: all workers that do not leave, of all roles; this one may be among them.
@@ -55,7 +55,7 @@ def loss(worker: Standing, stay: Collection[Standing], only_cached: Mapping[str,
 
 
 def victims(workers: Iterable[Standing], role: str, count: int, only_cached: Mapping[str, int]) -> list[str]:
-    """Return the ids of the workers of a role that should leave, in this order: at most `count` of them.
+    """Return the ids of at most `count` workers of a role that should leave, in the order in which they should leave.
 
     Args:
         workers: all workers that do not drain, of all roles.

@@ -24,11 +24,12 @@ from paceline.models.gemma4_assistant import Gemma4Assistant
 class AssistantDrafter:
     """An assistant that drafts. It keeps nothing from one step to the next.
 
-    The state that it needs for the first draft is always there, because a row has drafts only after a step that has
-    computed the token before its newest one. This holds after a handoff, a swap or a preemption, too.
+    The target's hidden state for the first draft is always there, because a row gets drafts only after a step that has
+    computed the token before the row's newest one. This also holds after a handoff, a swap or a preemption.
 
-    All drafts of a row have the position of the newest token, as in `transformers`. They see the keys that this token
-    will see, but not its own, which is not computed yet. So they need no block that may have been trimmed already.
+    All drafts of a row have the position of the newest token, as in `transformers`. They see the keys that the newest
+    token will see, but not the key of that token, which is not computed yet. So they need no block that may have been
+    trimmed already.
 
     Args:
         caches: of the target's layers.

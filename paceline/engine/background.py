@@ -6,7 +6,8 @@ out of steps, with two exceptions:
 
 - If the worker has an ITL target, a step takes as many decoding rows of the background as the target leaves time for.
   The number falls by half after a step that was longer than the target, and grows slowly otherwise.
-- One step in about 200 takes all of them, so that they are not starved. It delays fewer than one in 100 urgent tokens.
+- One step in about 200 takes all requests of the background, so that they are not starved. It delays fewer than one in
+  100 urgent tokens.
 
 Workers that share the cores of a host share one word of its memory, see `core/turns.py`: until that instant, one of
 them computes urgent requests.
@@ -21,10 +22,10 @@ from paceline.core.turns import URGENT_UNTIL
 from paceline.engine.step import Step, StepResult
 
 ALL = 1 << 30
-"""More requests of the background than a worker can have."""
+"""A number above that of all requests of the background that a worker can have."""
 
 PAUSE_STEPS = 200
-"""While urgent requests run, the background gets a step after this many times the length of its last one."""
+"""While urgent requests run, the background's next step comes after this many times the length of its last step."""
 LEAST_PAUSE = 4_000_000_000
 """Least time between two such steps, in nanoseconds."""
 CLAIM_STEPS = 4

@@ -13,10 +13,10 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, SpareUnused
 
 GROWTH_TOKENS = 64
-"""Tokens for which a request asks for blocks at a time. With more tokens, it asks less often."""
+"""Number of tokens for which a request asks for blocks at once. A larger number makes requests ask less often."""
 
 LOOKAHEAD_TOKENS = 16
-"""Tokens before the end of its blocks at which a request asks for more, so that the answer comes in time."""
+"""A request asks for more blocks when fewer tokens than this fit into its blocks, so that the answer comes in time."""
 
 LAST_CHUNK_TOKENS = 128
 """Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
@@ -79,7 +79,7 @@ class ChunkPlanner:
             left -= LAST_CHUNK_TOKENS
         capacity = request.capacity_of(self._pool.tables(request))
         end = min(start + piece_of(left, budget), capacity)
-        if start < request.kept_len < end:  # a step can copy the state only where a chunk begins
+        if start < request.kept_len < end:  # a step can copy the state only at the beginning of a chunk
             end = request.kept_len
         end = request.chunk_end(end, self._limits.whole_media)
         length = end - start

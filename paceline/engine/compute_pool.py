@@ -1,4 +1,4 @@
-"""The memory that a device computes in: the host's arena itself, or a pool of its own above the arena.
+"""The memory in which a device computes: the host's arena itself, or a pool of its own above the arena.
 
 A request always has blocks in the arena (`Request.tables`). A device with a pool of its own has a copy of each block
 that a running request needs (`ComputePool.tables`). Full blocks are stored in the arena, where other workers find them.
@@ -38,7 +38,7 @@ class CopyBatch:
 
     @property
     def rank(self) -> int:
-        """Priority of the batch; lower is copied first.
+        """Priority of the batch; the lowest is copied first.
 
         Loads go first, because a request waits for them. They never need a block that is still to be stored: the
         scheduler swaps a request in only after all of its blocks have been stored.
@@ -92,7 +92,7 @@ class ComputePool(Protocol):
         """Store these copies, which were made, in the arena. Call this before `hold_until_stored`."""
 
     def drop_tail(self, request: Request) -> None:
-        """Give up these copies, which were made but are of no use."""
+        """Give up these copies, which turned out to be useless."""
 
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
@@ -104,13 +104,13 @@ class ComputePool(Protocol):
         """Note that a batch has been copied, in `seconds`; return the events that can be sent now."""
 
     def forget(self) -> int:
-        """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
+        """Forget the blocks of the device's own pool that no request uses, and return their number."""
 
     def counts(self) -> Counts | None:
         """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
 
     def check(self, requests: Collection[Request]) -> list[str]:
-        """Return what is wrong with the pool if these are all requests, in sentences."""
+        """Return errors in the pool, as sentences, given all requests."""
 
 
 class ArenaPool:

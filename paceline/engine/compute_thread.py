@@ -19,8 +19,9 @@ from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
 from paceline.engine.step import Step, StepResult
 
 PLAN_SECONDS = 0.003
-"""Time before this worker's turn at which planning of the next step begins. If it takes longer, other workers compute
-longer."""
+"""Time before this worker's turn at which planning of the next step begins. If planning takes longer, the turn of other
+workers becomes longer.
+"""
 
 STEP_SECONDS = Family(
     "worker_step_seconds",
@@ -47,10 +48,9 @@ class Launch(NamedTuple):
 class ComputeThread:
     """The body of the compute thread, with its figures.
 
-    Args:
-        turns: the turns of this worker, if other workers use the same cores.
-        on_result: called after each step, with its result and whether it is the turn of others now.
-        on_turn: called a little before this worker's next turn, with whether others will want another one.
+    Args: turns: the turns of this worker, if other workers use the same cores. on_result: called after each step, with
+        its result and whether it is the turn of other workers now. on_turn: called a little before this worker's next
+        turn, with whether other workers will want another turn.
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class ComputeThread:
         self.launched: queue.SimpleQueue[Launch | EncodeJob | Callable[[], None] | None] = queue.SimpleQueue()
         """Work in the order of its computation, and functions to call between two steps; None ends the thread."""
         self.stopping = False
-        """Whether work that has not begun is dropped."""
+        """Set when the thread stops: it then drops work that has not begun."""
         self.busy_seconds = 0.0
         """Time spent on steps, since the start."""
         self.encode_seconds = 0.0
         """Time spent on encoders, without the steps between their pieces."""
         self.bubble_seconds = 0.0
-        """Time that the thread waited although a step could be planned. A wait for blocks is idle time instead."""
+        """Time that the thread waited although a step could be planned. A wait for blocks counts as idle time instead.
+        """
         self.yielded_seconds = 0.0
         """Time that the thread left to other workers in their turns."""
         self._turns = turns
@@ -110,7 +111,7 @@ class ComputeThread:
 
     def _execute(self, launch: Launch) -> None:
         began = self._began = self._clock()
-        # Time without any work is no bubble: it ends with the command that brought work.
+        # Time without any work does not count as bubble. It ends with the command that brought work.
         self.bubble_seconds += max(0.0, began - max(self._ended, launch.idle_until or self._ended))
         if self._turns is not None:
             self._turns.begin()
@@ -126,14 +127,16 @@ class ComputeThread:
         if self._turns is not None and yields and not self.stopping:
             left = self._turns.wait(PLAN_SECONDS)
             self._on_turn(left > 0)
-            # Planning counts as the others' time until their turn ends.
+            # Time of planning counts as time of the others until their turn ends.
             asked, self._ended = self._ended, self._clock() + left
             self.yielded_seconds += self._ended - asked
 
     # ---- encoders
 
     def _encode(self, job: EncodeJob) -> None:
-        """Run a job. Its own errors are told to its owner. The error of a step between its pieces ends the thread."""
+        """Run a job. An error of the job is passed to the job's owner. An error of a step between its pieces ends the
+        thread.
+        """
         error: Exception | None = EncodingStoppedError() if self.stopping else None
         if error is None:
             self._piece_seconds = 0.0
@@ -149,7 +152,7 @@ class ComputeThread:
             raise self._failed_step
 
     def _between(self) -> None:
-        """Compute a step between two pieces of an encoder, if one waits and it is its turn.
+        """Compute a step between two pieces of an encoder, if a step waits and it is the step's turn.
 
         Raises EncodingStoppedError if the engine stops.
         """

@@ -30,16 +30,19 @@ from paceline.core.grammar_errors import NO_TOKEN, TOO_SLOW, explain
 from paceline.core.types import Constraint
 
 MASK_SECONDS = 60.0
-"""Deadline for a step's masks. The library's limits end the slowest masks long before; later than this, the thread is
-dead."""
+"""Deadline for a step's masks. The library's limits end the slowest masks long before it, so a thread that misses it is
+dead.
+"""
 
 MASK_BURST, MASK_PER_TOKEN, MASK_SHARE = 0.25, 0.01, 0.05
-"""CPU time that the masks of one grammar may take: at once, in seconds; for each token in the long run, in seconds; and
-what it gets back while time passes, as a share of this time."""
+"""CPU time that the masks of one grammar may take: at once, in seconds; for each token on average, in seconds; and the
+part of the passing time by which its budget grows again.
+"""
 
 _CACHED_GRAMMARS, _CACHED_CHARACTERS = 64, 4 << 20
-"""Grammars that are kept although no request uses them, and the length of their texts together: clients send the same
-schema again and again. A compiled grammar takes up to 80 bytes for each character."""
+"""Most grammars that are kept although no request uses them, and the most characters of their texts together. They are
+kept because clients send the same schema again and again. A compiled grammar takes up to 80 bytes for each character.
+"""
 
 
 class GrammarError(Exception):
@@ -59,7 +62,7 @@ class MaskBudget:
         self._at = clock()
 
     def spend(self, seconds: float, tokens: int) -> bool:
-        """Take off time that the masks after some tokens have taken. Return whether there was enough."""
+        """Subtract the time that the masks after some tokens have taken. Return whether the budget was enough."""
         now = self._clock()
         earned = MASK_PER_TOKEN * tokens + MASK_SHARE * (now - self._at)
         self._left, self._at = min(MASK_BURST, self._left + earned) - seconds, now
@@ -70,8 +73,8 @@ class Matcher:
     """The position of one output in its grammar.
 
     `masks` are the tokens that may come next: uint8 [bytes], one bit a token from the lowest on. The first mask is for
-    the token after the output, the second for the token after the first draft, and so on as far as the grammar allows
-    the drafts. `error` says why no token may come after the output.
+    the token after the output, the second for the token after the first draft, and so on until the first draft that the
+    grammar forbids. `error` says why no token may come after the output.
 
     Args:
         output: tokens that were generated before the request came here.
@@ -110,7 +113,7 @@ class Matcher:
             self.masks.append(mask)
 
     def _mask(self, matcher: LLMatcher) -> np.ndarray | None:
-        """Return None if no token is possible."""
+        """Return the mask of the next token; None if no token is possible."""
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         ends = [token for token in self._end_token_ids if _has(mask, token)]
         if ends and not matcher.is_accepting():
@@ -149,8 +152,9 @@ class Grammar:
 class Grammars:
     """Compiled constraints for the tokenizer of a model folder.
 
-    The tokenizer's file is opened here and parsed later: another file may be in its place by then. A grammar is kept
-    while a request uses it. The last ones are kept longer, up to _CACHED_GRAMMARS and _CACHED_CHARACTERS.
+    The tokenizer's file is opened here and parsed later, because another file may have replaced it by then. A grammar
+    is kept while a request uses it. The most recently used grammars are kept longer, up to _CACHED_GRAMMARS and
+    _CACHED_CHARACTERS.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -314,7 +318,7 @@ class Constraints:
 
 def _advance_all(all_progress: Sequence[tuple[Future[Matcher], RowProgress]]) -> None:
     for future, progress in all_progress:
-        matcher = future.result()  # ready: its task came before on this thread
+        matcher = future.result()  # it is ready, because its task ran earlier on this thread
         try:
             matcher.advance(progress.tokens, progress.drafts)
         except Exception as error:  # an error in one grammar concerns one request

@@ -20,7 +20,7 @@ _WEIGHT = 0.1
 """Weight of a new value in an average."""
 
 _TELLING_LOADS = 4
-"""Least number of blocks in a batch from which the time to load one block is measured."""
+"""The time to load one block is measured with batches of at least this many blocks."""
 
 
 class DevicePool:
@@ -40,9 +40,9 @@ class DevicePool:
         self._held: dict[Request, _HeldBlocks] = {}
         self._copies: list[CopyBatch] = []
         self._refused: Request | None = None
-        """The request that has found too few free slots, while none have been given back since."""
+        """The last request that found too few free slots; None if slots have become free since."""
         self._stores: list[BlockCopy] = []
-        """Copies to the arena of blocks that were sealed since the last `hold_until_stored`."""
+        """Copies into the arena, of blocks that were sealed since the last `hold_until_stored`."""
         self._block_seconds = 0.0
         """Average time to load a block; 0 if unknown."""
 
@@ -155,7 +155,7 @@ class DevicePool:
             if request.place not in LEAVING and (request.place is Residence.WAITING) == (request in self._held):
                 wrong.append(f"{request.key} is {request.place.name}, which does not fit its blocks in the pool")
         if self._stores or any(held.copies for held in self._held.values()):
-            return wrong  # references of stores are known to their batches alone
+            return wrong  # only the batches of stores know their references
         slots = [slot for held in self._held.values() for table in (*held.tables, held.tail) for slot in table]
         references, total = Counter(slots), self._pool.counts().total
         return wrong + self._pool.check([references[slot] for slot in range(total)], [0] * total)

@@ -80,7 +80,9 @@ def cut(logits: Tensor, params: SamplingParams) -> TokenDistribution:
 
 
 def _best_values(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest of values [n] in descending order, and their indices. The first of equal ones wins."""
+    """Return the `count` largest of values [n] in descending order, and their indices. Of equal values, the first comes
+    first.
+    """
     candidates = (~(values < values.topk(count).values[-1])).nonzero().squeeze(-1)
     best, places = values[candidates].sort(descending=True, stable=True)
     return best[:count], candidates[places[:count]]

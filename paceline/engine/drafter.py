@@ -32,16 +32,17 @@ class Drafter(Protocol):
     """Depths of the target model whose hidden states the drafter reads (trained heads, EAGLE); see `Taps`."""
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
-        """Take in a step that the target model has computed. The rows include the tokens that were chosen.
+        """Note a step that the target model has computed. The rows already include the tokens that were chosen.
 
         Args:
             states: hidden states [tokens, hidden] of the tokens of `inputs`, for each depth in `taps`.
         """
 
     def draft(self, rows: Rows, wanted: Mapping[int, int], newest: NewestStates) -> int:
-        """Draft at most wanted[row] tokens, which is at least 1, after the context of each row, with `Rows.draft`.
+        """Propose up to `wanted[row]` (at least 1) tokens to follow each row's context, and put them there with
+        `Rows.draft`.
 
-        Return the number of drafted tokens; 0 if the time of this call says nothing about the cost of a draft.
+        Return the number of drafted tokens; 0 if the time of this call must not count as the cost of drafts.
         """
 
 
@@ -60,11 +61,12 @@ class NewestStates:
 
 
 class PromptLookup:
-    """A drafter that finds the end of the context earlier in it, and drafts what came after it (prompt lookup, n-gram).
+    """Drafts by prompt lookup (n-gram): finds an earlier occurrence of the context's last tokens, and drafts the tokens
+    after it.
 
     Args:
         min_tokens: shortest match with the end of the context, in tokens.
-        max_tokens: longest match looked for. The longest match wins, and of equally long ones the last.
+        max_tokens: longest match, in tokens. The longest match wins; of several longest matches, the latest.
     """
 
     fills_kv = False
@@ -163,7 +165,8 @@ class ModelDrafter:
         wanted = {row: count for row, count in wanted.items() if not rows.undraftable[row]}
         late = {}
         if self.fills_kv:
-            # A row without drafts for a while lacks much KV. It catches up over several steps, because other rows wait.
+            # A row that had no drafts for a while lacks the KV of many tokens. It catches up over several steps,
+            # because other rows wait.
             ends = {row: rows.drafter_lengths[row] + _CATCH_UP_TOKENS for row in wanted}
             late = {row: end for row, end in ends.items() if end < rows.lengths[row]}
             self._catch_up(rows, late)
@@ -199,17 +202,18 @@ class ModelDrafter:
             _, broken = self._forward(rows.span(spans), wanted_of_each=0)
             for (row, _, end), is_broken in zip(spans, broken):
                 rows.undraftable[row] = is_broken
-                if not is_broken:  # else the blocks stay unsealed, because their tokens do not count as computed
+                if not is_broken:  # otherwise their tokens do not count as computed, so the blocks stay unsealed
                     rows.drafter_lengths[row] = end
 
     def _forward(self, inputs: Inputs, wanted_of_each: int) -> tuple[Tensor, list[bool]]:
-        """Return the hidden states of the last `wanted_of_each` tokens of each row, and which rows have a broken
-        token."""
+        """Return the hidden states of the last `wanted_of_each` tokens of each row, and for each row whether a token is
+        broken.
+        """
         batch = inputs.batch.from_group(self._first_group)
         wanted = (wanted_of_each,) * len(batch.context_len)
         token_ids, encoded = inputs.token_ids, inputs.encoded
         if encoded is not None and not self._reads(encoded):
-            # Drafts are worse then, but no token changes.
+            # Without encodings, drafts are worse, but no token changes.
             token_ids, encoded = token_ids.index_fill(0, encoded.places, PADDING), None
         taps = Taps()
         forward = ForwardInputs(token_ids, inputs.positions, self._caches, batch, self._layers, taps)
@@ -219,6 +223,6 @@ class ModelDrafter:
         return hidden, [any(broken[begin:end]) for begin, end in pairwise(batch.query_start)]
 
     def _reads(self, encoded: EncodedRows) -> bool:
-        """Return whether the model can read encodings that were made for its target."""
+        """Return whether the draft model can read encodings that were made for its target."""
         config = self._model.config
         return isinstance(config, ModelConfig) and config.encoding_size == encoded.values.shape[1]

@@ -41,7 +41,7 @@ class EncodingRows:
 
         Args:
             slots: all slots of the encoding, in order.
-            first_block: blocks before this one are published already and must not change.
+            first_block: earlier blocks are published already and must not change.
             rows: [length, hidden], all rows of the encoding.
 
         Raises ValueError if the rows do not fit the blocks.

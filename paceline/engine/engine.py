@@ -4,10 +4,10 @@
     compute: ······ step n ······│······ step n+1 ······│
 
 Two steps are in flight: while one is computed, the next one waits in the queue already. If other workers of the machine
-compute between two steps (see `core/turns.py`), planning can use that time. Then the next step is planned just before
+compute between two steps (see `core/turns.py`), planning can use that time. The next step is then planned just before
 it begins, so that it includes requests that were handed over meanwhile. While a handoff is expected, only the next step
-is planned. Nothing is planned after a long step with prompts before it ends, so that the next step can begin with a
-prompt that came meanwhile.
+is planned. During a long step with prompts, no further step is planned, so that the next step can begin with a prompt
+that comes meanwhile.
 
 Encoders run on the compute thread, too (`compute_thread.py`).
 
@@ -45,7 +45,8 @@ from paceline.kernels.block_copies import BlockCopies
 
 STEPS_IN_FLIGHT = 2
 HELD_SECONDS = 0.01
-"""Seconds after which a worker whose background waits for other workers looks again whether they still compute."""
+"""Interval, in seconds, at which a worker whose background waits for other workers checks whether they still compute.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Engine:
         """Time that the host thread spent on sending events, while steps were computed."""
         self._expecting = 0.0
         self._last_is_long = False
-        """Whether the newest planned step takes so long that no step is planned before it ends."""
+        """Whether the newest planned step takes so long that the next one is planned only after it has ended."""
         self._idle = True
         self._woken = 0.0
 
@@ -109,9 +110,10 @@ class Engine:
             thread.start()
 
     def stop(self, timeout: float = 10.0) -> bool:
-        """End the threads after all earlier commands and the step under way. Waits for the turn of other workers, too.
+        """End the threads after all earlier commands and the step under way. This also waits for the turn of other
+        workers.
 
-        A launched step that has not begun is dropped, because nobody would hear of its results.
+        A launched step that has not begun is dropped, because nobody would receive its results.
 
         Returns:
             False if this takes longer than `timeout` seconds. Then the step may still write into its blocks.
@@ -134,14 +136,16 @@ class Engine:
         self._inbox.put(lambda: self._scheduler.grow(key, tables))
 
     def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
-        """Tell a request where the encoding of a span is; see `Scheduler.provide`."""
+        """Give a request the slots of a span's encoding; see `Scheduler.provide`."""
         self._inbox.put(lambda: self._scheduler.provide(key, span, slots))
 
     def starve(self, key: Key) -> None:
         self._inbox.put(lambda: self._scheduler.starve(key))
 
     def encode(self, job: EncodeJob) -> None:
-        """Run an encoder between steps. The caller launches one job at a time. When the engine stops, it never ends."""
+        """Run an encoder between steps. The caller launches one job at a time. If the engine stops, `on_end` may never
+        be called.
+        """
         self.computing.launched.put(job)
 
     def between_steps(self, act: Callable[[], None]) -> None:
@@ -211,7 +215,7 @@ class Engine:
         """Wait for commands (results are commands, too) and carry out all that have come. Return False to stop."""
         commands: list[Callable[[], None] | None] = []
         held = HELD_SECONDS if self._holds_back and self._in_flight == 0 else None
-        with contextlib.suppress(queue.Empty):  # the expected request has not come in time
+        with contextlib.suppress(queue.Empty):  # the request that was expected has not come in time
             commands.append(self._inbox.get(timeout=self._expecting or held))
         self._woken = time.perf_counter()
         while not self._inbox.empty():  # no other thread takes from it

@@ -1,9 +1,9 @@
 """Positions with three dimensions (M-RoPE, https://arxiv.org/abs/2409.12191). Pure functions.
 
-A token of text has three equal positions. A placeholder token of an image or a frame has its place in the grid: the
-first token of the grid has the position that a token of text would have there, and frames, rows and columns count up
-from it. The token after the grid follows the largest position in it. So positions follow from the spans alone.
-The position of a token of text is its index plus a number that changes at each grid.
+A token of text has three equal positions. The positions of a placeholder token of an image or a frame are its place in
+the grid: the first token of the grid has the position that a token of text would have there, and frames, rows and
+columns count up from it. The token after the grid follows the largest position in it. So positions follow from the
+spans alone. The position of a token of text is its index plus a number that changes at each grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from paceline.core.media import MediaSpan
 
 
 def position_shifts(media: Sequence[MediaSpan]) -> list[int]:
-    """Return what to add to the index of a token for its position: before each span, and after the last one.
+    """Return the numbers to add to the index of a text token to get its position: before each span, and after the last
+    one.
 
     Args:
         media: the spans of a context. Tokens of a span without a grid count like text.

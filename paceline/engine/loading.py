@@ -149,7 +149,7 @@ class LoadedEncoders:
 
     encoders: Encoders
     layout: KVLayout
-    """The layout of workers that load the whole model."""
+    """The layout that workers with the whole model use."""
     max_position: int
     weights: str
     """`ModelIdentity.weights` of the model."""
@@ -193,7 +193,7 @@ def load_encoders_alone(
 
 
 def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:
-    """Return the folder of a draft model, and whether it is an assistant; None if no model drafts but the target."""
+    """Return the folder of the draft model (None if there is none), and whether it is an assistant."""
     if speculative is None or speculative.method != "draft_model":
         return None, False
     folder = Path(speculative.model)
@@ -202,7 +202,7 @@ def _draft(speculative: SpeculativeConfig | None) -> tuple[Path | None, bool]:
 
 @dataclass(frozen=True, slots=True)
 class _Identities:
-    """The identities of a model and of the draft model that has KV of its own, as they were before loading."""
+    """The identities of a model, and of its draft model if that has KV of its own, as they were before loading."""
 
     model: ModelIdentity
     draft: ModelIdentity | None

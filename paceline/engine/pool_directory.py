@@ -1,12 +1,12 @@
 """A directory of the blocks in a device's pool, for other processes that can read the pool.
 
-A request always has blocks in the arena; a pool has copies of some. The directory has one entry for each slot of the
-arena: the slot in the pool that has a copy, and the name of its content. A reader needs no lock, although the owner of
-the pool goes on writing: it reads the entry's stamp, copies the block, and reads the stamp again. If the stamp has
-changed, the block may have been overwritten meanwhile, and the reader drops its copy.
+A request always has blocks in the arena, and a pool has copies of some of them. The directory has one entry for each
+slot of the arena: the slot in the pool that has a copy, and the name of its content. A reader needs no lock, although
+the owner of the pool goes on writing: it reads the entry's stamp, copies the block, and reads the stamp again. If the
+stamp has changed, the block may have been overwritten meanwhile, and the reader drops its copy.
 
-Processors other than x86 may reorder loads and stores, so there are fences between those of stamps and those of
-entries and blocks. A stamp is an aligned word, which is read and written as a whole.
+Processors other than x86 may reorder loads and stores, so fences separate accesses to stamps from accesses to entries
+and blocks. A stamp is an aligned word, which is read and written as a whole.
 
 Pure: the caller gives the memory and the fence.
 """
@@ -43,10 +43,12 @@ class PeerPools(Protocol):
     """The pools of other workers on the same device."""
 
     def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
-        """Copy blocks from these pools into this worker's pool, and wait for that. Return the blocks that none has."""
+        """Copy blocks from these pools into this worker's pool, and wait until they are copied. Return the blocks that
+        no pool has.
+        """
 
     def drop_ended(self) -> None:
-        """Close the pools of workers that have ended. Called often, even if there is nothing to load."""
+        """Close the pools of workers that have ended. The caller does this often, even if there is nothing to load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class PoolDirectory:
     # ---- the writer
 
     def publish(self, moves: Iterable[BlockCopy]) -> None:
-        """Add blocks that are complete in the pool. They must not change until they are withdrawn."""
+        """Add blocks that are complete in the pool. These blocks must not change until they are withdrawn."""
         for move in moves:
             self._clear(move.pool_slot)
             # The stamp is cleared first and set last, so that no reader sees it with parts of another entry.

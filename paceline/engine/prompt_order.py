@@ -7,20 +7,20 @@ first:
 
     due = clock at its arrival + patience            patience = min(AGING * tokens left, slack)
 
-The slack is what its objective leaves: tokens that the worker computes until then, minus those of the prompt. Among
-equal prompts the order is that of arrival. A prompt becomes more urgent while it is computed, so two equal prompts do
-not take turns, which would delay one and help neither. A prompt that is overtaken keeps its KV, so changing to another
-prompt costs nothing but the row and the blocks that it holds.
+The slack is what the prompt's objective leaves: the tokens that the worker can compute until the objective's deadline,
+minus the prompt's own tokens. Among equal prompts the order is that of arrival. A prompt becomes more urgent while it
+is computed, so two equal prompts do not take turns, which would delay one and help neither. A prompt that is overtaken
+keeps its KV, so changing to another prompt costs nothing but the row and the blocks that it holds.
 
 A long prompt that goes first only because it has waited would delay short prompts by all its steps. So it takes turns
 with prompts that have fewer tokens left and fit into one step: each side gets half of the tokens. So later prompts
-delay a prompt at most by AGING times its own tokens, and after that they at most double its time.
+delay a prompt by at most AGING times its own tokens, and after that they at most double its time.
 
 A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
 step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
 that would go before it will probably come meanwhile, because one came lately. Arrivals of the background do not count:
 they go before no client's prompt, and nobody waits for their first tokens. A token costs somewhat more in half a step
-than in a whole one. Less would read the weights too often.
+than in a whole one. Still smaller steps would read the weights too often.
 """
 
 from __future__ import annotations
@@ -49,18 +49,20 @@ class Arrival(NamedTuple):
     """The arrival of a prompt."""
 
     number: int
-    """Prompts that arrived before it."""
+    """Number of prompts that arrived before it."""
     clock: int
     """Prompt tokens that were planned before it arrived."""
     tokens: int = 0
-    """Its tokens that had to be computed."""
+    """Number of its tokens that had to be computed."""
     slack: float = math.inf
     """Prompt tokens that may be computed before this prompt so that its objective is met; infinite without one."""
     at: float = 0.0
-    """When it arrived, in seconds."""
+    """Time of the arrival, in seconds."""
 
     def due(self, left: int) -> float:
-        """Return the clock from which on newcomers come after this prompt, of which `left` tokens are not planned."""
+        """Return the due instant, on the clock of planned tokens, of a prompt with `left` unplanned tokens. Prompts
+        that arrive later go after it.
+        """
         return self.clock + min(float(AGING * left), self.slack)
 
 
@@ -80,8 +82,9 @@ class OrderedPrompt(Protocol):
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time from its arrival within which its first token is wanted; None without an objective; 0 if its client has
-        tokens already, and waits for the next one."""
+        """Limit for the time to first token, in seconds from arrival; None without an objective; 0 if its client has
+        tokens already, and waits for the next one.
+        """
 
 
 P = TypeVar("P", bound=OrderedPrompt)
@@ -119,8 +122,8 @@ class PromptOrder:
             room: the most tokens of prompts in this step.
             tokens_per_second: measured rate of prompts; 0 if it is unknown, and then neither new objectives nor the
                 time since an arrival count.
-            take: a function that plans at most about as many tokens of a prompt as it is told, and returns how many.
-                0 if the prompt cannot continue now.
+            take: a function that plans about the given number of tokens of a prompt, or fewer, and returns the number
+                that it has planned: 0 if the prompt cannot continue now.
             now: the present instant, in seconds of any clock.
         """
         waiting = list(prompts)
@@ -136,7 +139,7 @@ class PromptOrder:
             if used >= half:
                 break
             left = prompt.left_len
-            fits = used == 0 and left <= room  # to cut it would only delay its first token
+            fits = used == 0 and left <= room  # cutting the prompt would only delay its first token
             limit = half if not fits and (completes or self._expects_others(prompt, tokens_per_second, now)) else room
             taken = take(prompt, limit - used)
             used += taken
@@ -192,7 +195,7 @@ class PromptOrder:
 
 
 def is_long(tokens: int, tokens_per_second: float) -> bool:
-    """Return whether a step with so many prompt tokens is long.
+    """Return whether a step with `tokens` prompt tokens is so long that the next one is planned only after it.
 
     Args:
         tokens_per_second: measured rate of prompts; 0 if it is unknown.
@@ -203,7 +206,8 @@ def is_long(tokens: int, tokens_per_second: float) -> bool:
 def piece_of(left: int, budget: int) -> int:
     """Return how many of the `left` tokens of a prompt to compute now, at most `budget`.
 
-    What needs two steps is cut in the middle, because a small last piece would share its step with another prompt.
+    A prompt that needs two steps is cut in the middle, because a small last piece would share its step with another
+    prompt.
     """
     return (left + 1) // 2 if budget < left < 2 * budget else min(left, budget)
 

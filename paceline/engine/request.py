@@ -53,7 +53,7 @@ class RequestStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     device_blocks: int = 0
-    """Blocks that came from another pool of the device."""
+    """Blocks that were copied from another pool of the device."""
 
     def count(self, tokens: int, drafted: int, accepted: int) -> None:
         """Count a step that gave `tokens` tokens and accepted `accepted` of the `drafted` tokens that it verified."""
@@ -89,12 +89,13 @@ class Request:
     background: bool = False
     """Whether nobody waits for the request; see `BackgroundTurns`."""
     wanted_seconds: float | None = None
-    """Time from its arrival here within which its first token is wanted; None if it has no objective."""
+    """Limit for the time to first token, in seconds from its arrival at this worker; None if it has no objective."""
     kept_len: int = 0
-    """Length of the prompt at which its last blocks are to be copied, so that other requests can go on from there; 0 if
-    they are not, or not any more."""
+    """Number of prompt tokens after which the partial blocks are copied, so that other requests can continue from
+    there; 0 if no copies are planned (any more).
+    """
     spare: list[int] = field(default_factory=list)
-    """[groups]: slots of the arena for these copies; empty if there are none."""
+    """[groups]: slots of the arena for the copies at `kept_len`; empty if there are none."""
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)
@@ -111,19 +112,20 @@ class Request:
     row: int | None = field(default=None, init=False)
     """Row of the device's state."""
     launched: deque[int] = field(default_factory=deque, init=False)
-    """One number for each step in flight that includes the request: the most tokens that it can give. It is 0 for a
-    step that does not sample. Each other step gives at least one token."""
+    """For each step in flight that includes the request, the most tokens that the step can give: 0 if it does not
+    sample. A step that samples gives at least one token.
+    """
     drafts: int = field(default=0, init=False)
-    """Tokens that the newest planned step drafts for the step after it."""
+    """Number of tokens that the newest planned step drafts for the following step."""
     acceptance: Acceptance | None = field(default=None, init=False)
     drafter_len: int = field(init=False)
-    """Tokens whose KV is in the blocks of the drafter's groups."""
+    """Number of tokens whose KV is in the blocks of the drafter's groups."""
     prompt_arrival: Arrival | None = field(default=None, init=False)
     """Arrival among the prompts of the worker; None until a step could include the prompt."""
     joined_len: int = field(init=False)
-    """Tokens that the request came with."""
+    """Number of tokens that the request came with."""
     planned_len: int = field(init=False)
-    """Tokens at the front of the context that are computed or in flight."""
+    """Number of tokens at the front of the context that are computed or in flight."""
 
     def __post_init__(self) -> None:
         self.media_end = self.context.media[-1].end if self.context.media else 0
@@ -164,7 +166,9 @@ class Request:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time within which its next token is wanted: 0 if its client has tokens already."""
+        """Limit for the time to first token, in seconds from arrival; 0 if its client already has tokens. None without
+        a limit.
+        """
         return self.wanted_seconds if self.output_len == 0 else 0.0
 
     @property
@@ -176,7 +180,7 @@ class Request:
         return len(self.token_ids)
 
     def chunk_end(self, end: int, whole: Collection[MediaKind]) -> int:
-        """Return where a chunk from `planned_len` to about `end` ends without cutting a span of one of these kinds.
+        """Return the end of a chunk from `planned_len` to about `end` that does not cut a span of one of these kinds.
 
         It ends before the span if it computes anything before it. Otherwise it ends after the span.
         """
@@ -200,7 +204,7 @@ class Request:
         return min(len(table) * group.block_tokens for table, group in zip(tables, self.layout.groups))
 
     def start_over(self) -> None:
-        """Compute the whole context again. Sealed blocks stay sealed."""
+        """Reset the request, so that its whole context is computed again. Sealed blocks stay sealed."""
         self.computed_len = self.planned_len = self.drafter_len = 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
@@ -241,8 +245,9 @@ class Request:
 
     @property
     def has_tail(self) -> bool:
-        """Whether all groups have the KV of the computed tokens, and another request could begin after them only by the
-        last blocks, which are not full."""
+        """Whether the KV of the computed tokens is there in all groups, and ends in a partial block. Another request
+        needs that block to continue after these tokens.
+        """
         layout, end = self.layout, self.computed_len
         is_whole = all(self.filled_len(index) == end for index in range(len(layout.groups)))
         return layout.keeps_tails and is_whole and end % layout.alignment > 0

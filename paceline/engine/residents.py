@@ -48,7 +48,7 @@ class Residents:
         self._stats = stats
         self._emit = emit
         self._staying: dict[Key, Request] = {}  # in order of arrival
-        self._leaving: dict[Key, Request] = {}  # still in steps or copies
+        self._leaving: dict[Key, Request] = {}  # leaving, but still in steps or copies
         self._grown: dict[Key, Request] = {}  # have new blocks in the arena, but not yet in the pool
         self._starved: list[Request] = []
         self._made_room = False
@@ -57,7 +57,7 @@ class Residents:
     # ---- reading
 
     def find(self, key: Key) -> Request | None:
-        """Return the request of this key if it does not leave."""
+        """Return the request of this key; None if there is none or it is leaving."""
         return self._staying.get(key)
 
     def find_in_step(self, key: Key) -> Request:
@@ -70,7 +70,7 @@ class Residents:
         return False in kinds, True in kinds
 
     def by_urgency(self) -> list[Request]:
-        """Return all requests that do not leave in order of arrival, those of the background last."""
+        """Return all requests that are not leaving, in order of arrival, with requests of the background last."""
         return sorted(self._staying.values(), key=lambda request: request.background)
 
     # ---- coming and leaving
@@ -103,7 +103,7 @@ class Residents:
     # ---- blocks in the arena
 
     def ask_for_blocks(self, request: Request, token_count: int) -> None:
-        """Ask for blocks for so many tokens. The request must not be `growing` already."""
+        """Ask for blocks for `token_count` tokens. The request must not be `growing` already."""
         request.growing = True
         self._emit(NeedsBlocks(request.key, token_count))
 
@@ -116,12 +116,13 @@ class Residents:
             self._grown[key] = request
 
     def starve(self, key: Key) -> None:
-        """Note that there are no blocks for this request now. The newest request is preempted to make room, one of the
-        background if there is any."""
+        """Note that there are no blocks for this request now. The newest request is preempted to make room; requests of
+        the background are preempted first.
+        """
         if (request := self._staying.get(key)) is None:
             return
         self._starved.append(request)
-        # If a request was preempted since the last plan, or still leaves, its blocks may suffice.
+        # If a request was preempted since the last plan, or is still leaving, its blocks may suffice.
         if not self._made_room and not self._awaits_preempted():
             self._made_room = True
             self._stats.preemptions += 1
@@ -148,8 +149,8 @@ class Residents:
     def admit(self) -> None:
         """Give requests slots in the pool while there is room.
 
-        First come growing requests that are in the pool, then others in order of arrival, those of the background last.
-        An urgent request takes the slots of the background.
+        First come growing requests that are in the pool, then other requests in order of arrival, and then requests of
+        the background. An urgent request may take slots from the background.
         """
         for key, request in list(self._grown.items()):
             while request.place in (Residence.LOADING, Residence.RUNNING) and not self._pool.extend(request):
@@ -166,7 +167,7 @@ class Residents:
                     return
 
     def _make_room(self, only_background: bool = False) -> bool:
-        """Swap out the newest request in the pool, one of the background if there is any.
+        """Swap out the newest request in the pool; requests of the background are swapped out first.
 
         Return whether its slots are free already.
         """
@@ -244,7 +245,7 @@ class Residents:
     # ---- integrity
 
     def check(self) -> list[str]:
-        """Return what is wrong with the requests, in sentences; an empty list if everything adds up."""
+        """Return errors in the state of the requests, as sentences; an empty list if there are none."""
         staying, leaving = self._staying.values(), self._leaving.values()
         wrong = [problem for request in (*staying, *leaving) for problem in self._problems_of(request)]
         wrong += [f"{each.key} is among those that stay" for each in staying if each.place in LEAVING]

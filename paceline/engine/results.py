@@ -59,7 +59,7 @@ class Results:
             Events in order, and whether the engine is done with the request.
         """
         if result.failure is not None:
-            # The step's KV may be worth nothing: its blocks are neither sealed nor handed over.
+            # The step's KV may be wrong, so its blocks are neither sealed nor handed over.
             self._count(request, chunk, result, 0)
             return [Failed(request.key, result.failure)], True
         events: list[Event] = self._keep_copies(request, chunk) if chunk.copies else []
@@ -76,7 +76,7 @@ class Results:
         # The newest token has no KV yet: it is the input of the next step.
         request.computed_len = len(request.token_ids) - 1 if chunk.samples else chunk.end
         request.planned_len = max(request.planned_len, request.computed_len)
-        request.drafter_len = min(drafter_len, request.computed_len)  # drafts may have been refused
+        request.drafter_len = min(drafter_len, request.computed_len)  # drafts may have been rejected
         self._count(request, chunk, result, len(sampled))
         leaves = bool(sampled) and (sampled[-1].reason is not None or request.only_first_token)
         hands_over = leaves and sampled[-1].reason is None
@@ -93,9 +93,10 @@ class Results:
         return events, leaves
 
     def _keep_copies(self, request: Request, chunk: Chunk) -> list[Event]:
-        """Return the event that the blocks before a chunk were copied, if it can be sent now, or that they are useless.
+        """Return the event `Kept` for the blocks that were copied before a chunk, if it can be sent now, or
+        `SpareUnused` if the copies are useless.
 
-        Only now is it known whether the steps before the chunk have filled these blocks in all groups.
+        Until now, it was not known whether the steps before the chunk filled these blocks in all groups.
         """
         if request.computed_len != chunk.start or not request.has_tail:
             self._pool.drop_tail(request)

@@ -1,4 +1,4 @@
-"""Rows of the device's state: which request has which, and what the device has to know of it."""
+"""Rows of the device's state: the request in each row, and the changes that the device must be told."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RowAllocator:
         return request.row is not None
 
     def encode(self, request: Request, span: int) -> None:
-        """Note that the encoding of a span is known."""
+        """Note that a span's encoding is there, so that the device is told its slots."""
         if request.row is not None:
             self._updates.append(RowEncoded(request.row, span, request.encodings[span]))
 
@@ -69,7 +69,7 @@ class RowAllocator:
         return updates
 
     def check(self, requests: Collection[Request]) -> list[str]:
-        """Return what is wrong with the rows if these are all requests, in sentences."""
+        """Return errors in the rows, as sentences, given all requests."""
         rows = [*self._free, *(request.row for request in requests if request.row is not None)]
         return [] if sorted(rows) == list(range(self._count)) else [f"the free and the used rows are {sorted(rows)}"]
 

@@ -1,4 +1,4 @@
-"""Spans of media in the rows of the device's state: what a step reads in place of the tokens' embeddings."""
+"""Spans of media in the rows of the device's state. A step reads their encodings in place of the tokens' embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.models.base import EncodedRows
 
 
 class MediaPiece(NamedTuple):
-    """Tokens [start, end) of a row, which are tokens `begin` and following of a step."""
+    """Tokens [start, end) of a row. In the step, they begin at token `begin`."""
 
     row: int
     start: int
@@ -51,7 +51,7 @@ class RowMedia:
         self.ends = [0] * count
         """For each row, the end of its last span; 0 if it has none."""
         self.shifts = [0] * count
-        """For each row, what to add to the index of a token after its last span for the token's position."""
+        """For each row, the number to add to the index of a token after the last span, to get the token's position."""
         self.spans: list[Sequence[MediaSpan]] = [()] * count
         self._span_shifts: list[Sequence[int]] = [()] * count
         self._slots: list[dict[int, Sequence[int]]] = [{} for _ in range(count)]
@@ -60,14 +60,14 @@ class RowMedia:
         self._device = device
 
     def assign(self, update: RowAssigned) -> None:
-        """Take in the spans of a row's new request."""
+        """Note the spans of a row's new request."""
         spans = self.spans[update.row] = update.media
         self.ends[update.row] = spans[-1].end if spans else 0
         *self._span_shifts[update.row], self.shifts[update.row] = position_shifts(spans)
         self._slots[update.row] = {}
 
     def provide(self, update: RowEncoded) -> None:
-        """Take in where the encoding of a span is."""
+        """Note the slots of a span's encoding."""
         self._slots[update.row][update.span] = update.slots
 
     def encoded(self, pieces: Sequence[MediaPiece]) -> EncodedRows | None:

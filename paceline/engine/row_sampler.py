@@ -26,14 +26,14 @@ class ChunkSpan:
     inputs: range
     """The chunk's tokens among those of the step."""
     hidden: range
-    """Rows of the hidden states, which only the last of these tokens have."""
+    """Rows of the hidden states. Only the last tokens of `inputs` have some."""
     logits: range
     """Rows of the logits: one for each token after which a token may be chosen, the last ones of the chunk. Empty if
     the chunk does not sample."""
 
     @property
     def length(self) -> int:
-        """Tokens of the context after which the first row of logits chooses."""
+        """Number of context tokens before the token that the first row of logits chooses."""
         return self.start + len(self.inputs) - len(self.logits) + 1
 
     @property
@@ -69,8 +69,8 @@ class RowSampler:
     """Chooses tokens from logits: for many rows in one call if logits alone decide, otherwise row by row.
 
     Args:
-        probabilistic: accept drafts as often as the distribution allows, by random numbers of their own. Otherwise,
-            accept only the tokens that would have been sampled without drafts, so that outputs are the same.
+        probabilistic: accept drafts as often as the distribution allows, by separate random numbers. Otherwise, accept
+            a draft only if the same token would have been sampled without drafts, so that outputs are the same.
         chooser: chooses tokens of all rows in one call, if they depend on logits alone.
     """
 
@@ -165,7 +165,8 @@ class RowSampler:
         return None
 
     def _draws(self, row: int, length: int, count: int) -> list[Draw]:
-        """Return how a row chooses its next `count` tokens, the first after a context of `length` tokens.
+        """Return the parameters with which a row chooses its next `count` tokens, the first after a context of `length`
+        tokens.
 
         The list is empty if the choice depends on more than logits.
         """

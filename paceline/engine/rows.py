@@ -29,7 +29,7 @@ Span = tuple[int, int, int]
 """(row, start, end): tokens [start, end) of a row."""
 
 _SIZES = 32
-"""Number of batch sizes whose vectors are kept for reuse. To make a tensor takes longer than to fill it."""
+"""Number of batch sizes whose vectors are kept for reuse, because making a tensor takes longer than filling it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,11 @@ class Rows:
     `token_ids` int32 [count, max_len + max_drafts] has the context of each row and after it the row's drafts. There are
     lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
     `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
-    `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no drafts
-    of a draft model any more, which has computed NaN for it.
+    `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no more
+    drafts of a draft model, because the model has computed NaN for it.
 
-    A forward pass fills the CPU's caches with weights, so each function that is called for the first time after it is
-    slow. So the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.
+    A forward pass fills the CPU's caches with weights, so the first call of any function after it is slow. Therefore
+    the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.
 
     Args:
         max_len: tokens of the longest context.
@@ -196,7 +196,7 @@ class Rows:
         blocks = self._layout.groups[index].blocks_for(max((end for _, _, end in spans), default=0))
         key = (index, blocks, *rows)
         if key not in self._gathered:
-            tables = self._tables[index][rows, :blocks].view(np.int32)  # as kernels expect it: NO_SLOT is -1
+            tables = self._tables[index][rows, :blocks].view(np.int32)  # Kernels read NO_SLOT as -1.
             self._gathered[key] = to_device(torch.from_numpy(tables), self._device)
         return self._gathered[key]
 
@@ -206,11 +206,14 @@ class Rows:
         return fixed
 
     def context(self, row: int, length: int | None = None) -> np.ndarray:
-        """Return the row's first `length` tokens: int32 [length], which may include drafts. By default, the context."""
+        """Return the row's first `length` tokens: int32 [length], which may include drafts. By default, return the
+        context alone.
+        """
         return self.token_ids[row, : self.lengths[row] if length is None else length]
 
     def sampling_row(self, row: int, length: int, mask: np.ndarray | None) -> SamplingRow:
-        """Return what sampling needs after the row's first `length` tokens, with drafts; valid until the next one.
+        """Return the data for sampling the token after the row's first `length` tokens, drafts included. They are valid
+        until the next call.
 
         Args:
             mask: see `SamplingRow`.
@@ -227,7 +230,7 @@ class Rows:
         return self._drafts[row][: self.drafts[row]]
 
     def room_for_drafts(self, row: int) -> int:
-        """Return how many drafts a row may have. Each needs room in the blocks, and one more token follows."""
+        """Return the most drafts that a row may have. Drafts and the token after them need room in the blocks."""
         return max(0, min(self.capacities[row], self.limits[row] - 1) - self.lengths[row])
 
     def append(self, row: int, token_ids: Sequence[int], ended: bool) -> None:
@@ -236,7 +239,7 @@ class Rows:
         self.token_ids[row, length : length + len(token_ids)] = token_ids
         self.lengths[row] = length + len(token_ids)
         self.drafts[row], self._drafts[row] = 0, ()
-        # The draft model's KV of refused drafts is not valid any more.
+        # The draft model's KV of rejected drafts is not valid any more.
         self.drafter_lengths[row] = min(self.drafter_lengths[row], self.lengths[row] - 1)
         if ended:
             self.limits[row] = self.lengths[row]

@@ -92,7 +92,8 @@ class ModelRunner:
                     drafter_lengths = [self._rows.drafter_lengths[chunk.row] for chunk in step.chunks]
             self._tell_constraints(step.chunks, results)
             if self._gpu is not None:
-                # A step that samples has waited for the device already. A step within a prompt has only launched work.
+                # Sampling has already waited for the device. A step within a prompt has only launched its work, so its
+                # end is not known yet.
                 torch.cuda.current_stream().synchronize()
         ended, cpu_seconds = time.perf_counter(), time.thread_time() - cpu_began - self._model_cpu_seconds
         return StepResult(
@@ -215,7 +216,7 @@ def _nan_error(dtype: torch.dtype) -> ModelError:
 
 
 def _newest(spans: Sequence[ChunkSpan], results: Sequence[ChunkResult]) -> dict[int, int]:
-    """Return the row among the hidden states from which the newest token of each row was chosen."""
+    """Return, for each row, the index of the hidden state from which its newest token was chosen."""
     return {
         span.chunk.row: span.hidden[len(result.tokens) - 1 if span.chunk.follows else -1]
         for span, result in zip(spans, results)

@@ -25,7 +25,7 @@ from paceline.kernels.transfer import to_device
 
 _MASK64 = (1 << 64) - 1
 _COLDEST = 1e-5
-"""Temperature below which sampling is greedy: in numbers, the best token has all of the probability."""
+"""Temperature below which sampling is greedy, because the best token's probability would be rounded to 1 anyway."""
 
 
 class Purpose(IntEnum):
@@ -90,7 +90,9 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser
 
 
 def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | None:
-    """Return how the token at `position` is chosen; None if more than its logits decides, or it needs logprobs."""
+    """Return the parameters that choose the token at `position`; None if its logits do not suffice, or it needs
+    logprobs.
+    """
     if not _logits_decide(params) or params.unwanted_ends(position - prompt_len):
         return None
     return _draw_at(params, position)
@@ -121,7 +123,7 @@ def takes_best(params: SamplingParams) -> bool:
 
 
 def best_of(logits: Tensor) -> list[int]:
-    """Return the best token of each row of logits, fp32 [rows, vocab]. The first of equally good ones wins."""
+    """Return the best token of each row of logits, fp32 [rows, vocab]. Of equally good tokens, the first wins."""
     # On a CPU, torch compares one number at a time, NumPy sixteen.
     best = logits.numpy().argmax(axis=1) if logits.device.type == "cpu" else logits.argmax(dim=1)
     return [int(token) for token in best.tolist()]
@@ -162,7 +164,7 @@ def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
 def uniform(seed: int, position: int, purpose: Purpose = Purpose.TOKEN) -> float:
     """Return a pseudorandom number in [0, 1) with 53 bits: SplitMix64's finalizer over (seed, position, purpose)."""
     state = (seed + 0x9E3779B97F4A7C15 * (position + 1) + 0xD1B54A32D192ED03 * purpose) & _MASK64
-    for _ in range(2):  # twice, so that neighbouring seeds at neighbouring positions have nothing in common
+    for _ in range(2):  # applied twice, so that neighbouring seeds and positions give unrelated numbers
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
         state ^= state >> 31
@@ -203,7 +205,7 @@ def raw_logprobs(logits: Tensor, top: int, named: Sequence[int] = ()) -> Logprob
 
 
 def _shape_logits(logits: Tensor, row: SamplingRow) -> None:
-    """Apply everything that forbids or favours tokens to one row of logits, fp32 [vocab], in place."""
+    """Apply masks, bias and penalties to one row of logits, fp32 [vocab], in place."""
     params = row.params
     if row.mask is not None:
         allowed = np.unpackbits(row.mask, count=logits.numel(), bitorder="little")

@@ -3,12 +3,12 @@
 A step is planned before the results of earlier steps are known (`plan` may be called again before `apply`), unless the
 earlier step is long. The number of tokens that a step in flight gives a request has only bounds: at least one, at most
 one more than its drafts. Blocks and limits are checked against the upper bound, and `apply` brings in the real number.
-So the end of a request is found late: its results of steps in flight are dropped, and its row and blocks are kept until
-these steps are over.
+So a request's end is noticed late: the results of its steps in flight are then dropped, and its row and blocks are kept
+until these steps are over.
 
-Blocks are not allocated here. A request comes with blocks for its prompt. Some steps before they are full, the
-scheduler asks for more (`NeedsBlocks`), and the request continues meanwhile; it waits only if its blocks are full. If
-there are no blocks (`starve`), the newest request is preempted (`Preempted`).
+Blocks are not allocated here. A request comes with blocks for its prompt. The scheduler asks for more blocks
+(`NeedsBlocks`) some steps before these are full. The request continues meanwhile, and waits only if its blocks are
+full. If there are no blocks (`starve`), the newest request is preempted (`Preempted`).
 
 If the device computes in a pool of its own, requests enter the pool in the order of their arrival as soon as there is
 room. If the requests in the pool outgrow it, the newest of them is swapped out: its blocks move to the arena, and come
@@ -37,7 +37,7 @@ from paceline.engine.step import Chunk, Event, Step, StepResult
 
 
 class Scheduler:
-    """The planner of one engine's steps. Its methods tell it everything that happens.
+    """The planner of one engine's steps. Each event reaches it as a call of a method.
 
     `Residents` says where each request is, `ChunkPlanner` how many of its tokens come next, and `Results` what the
     results of a chunk change.
@@ -76,7 +76,7 @@ class Scheduler:
         self._residents.starve(key)
 
     def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
-        """Tell a request where the encoding of one of its spans is. Until then, no token of the span is computed.
+        """Give a request the slots of a span's encoding. Before this call, no token of the span is computed.
 
         The encoding must stay there until the span is computed, or `Removed` or `Preempted` has come.
 
@@ -188,5 +188,5 @@ class Scheduler:
         return events
 
     def check(self) -> list[str]:
-        """Return what is wrong with the requests, their rows and their blocks, in sentences; empty if all adds up."""
+        """Return errors in requests, rows and blocks, as sentences; an empty list if there are none."""
         return self._residents.check()

@@ -1,9 +1,10 @@
-"""The number of tokens to draft: as many as save more time than they cost, by measured times. Pure.
+"""The choice of the number of tokens to draft: a draft must save more time than it costs, by measured times. Pure.
 
 Let `a` be the share of this request's recent drafts that were accepted. The j-th draft of a step is accepted only if
-the drafts before it are, so with probability a^j. Then it saves the present time per token. It costs the time that one
-more token adds to a step, and the drafter's time for one token. If even the first draft costs more than it saves, there
-are no drafts, except for a rare probe, which keeps the measurements up to date and costs next to nothing.
+all drafts before it are, so its probability is a^j. If it is accepted, it saves the present time per token. It always
+costs the time that one more token adds to a step, and the drafter's time for one token. If even the first draft costs
+more than it saves, there are no drafts, except for a rare probe, which keeps the measurements up to date and costs next
+to nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 _KEPT = 0.95
 """Weight of earlier measurements in an average when a new one comes."""
 _PROBE_SHARE = 0.005
-"""Largest share of the time for probes."""
+"""Largest share of the time that probes may take."""
 _LEAST_PRICE = 0.05
 """Least cost of a draft, as a share of the time per token. Every draft costs something, even if noise hides it."""
 _HOPE = 0.6

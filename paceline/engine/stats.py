@@ -28,7 +28,7 @@ REQUEST_SECONDS = Family(
 ITERATION_BOUNDS = (1, *(8 * 2**power for power in range(12)))
 """Bounds of the buckets of ITERATION_TOKENS."""
 MEASURED_TOKENS = 128
-"""Least prompt tokens of a step from which the speed of prefill is measured."""
+"""The speed of prefill is measured in steps with at least this many prompt tokens."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class SchedulerStats:
     steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
-    """Tokens of prompts that were computed; computed again, they count again."""
+    """Tokens of prompts that were computed. A token that is computed again counts again."""
     sampled_tokens: int = 0
     drafts: int = counted(DRAFTS)
     """Times that the drafts of one request were verified in a step."""
@@ -48,8 +48,9 @@ class SchedulerStats:
     """Times that the first, second, … draft was accepted."""
     preemptions: int = counted(PREEMPTIONS)
     swap_outs: int = counted(SWAP_OUTS)
-    """Times that a request was swapped out: its blocks left the device's pool for the arena until there is room
-    again."""
+    """Number of swap-outs, each of which moves a request's blocks from the device's pool to the arena until there is
+    room again.
+    """
     loaded_blocks: int = 0
     """Blocks copied from the arena into the device's pool."""
     device_blocks: int = 0
@@ -64,7 +65,7 @@ class SchedulerStats:
     prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
     """Time of the model in steps, counted once for each chunk of a prompt in the step."""
     prefill_other_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="other")
-    """Time of the rest of steps (inputs, sampling, drafts), counted likewise."""
+    """Time of steps outside of the model (inputs, sampling, drafts), counted in the same way."""
     decode_model_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="model")
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
@@ -100,7 +101,7 @@ class SchedulerStats:
         self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
 
     def count_iteration(self, tokens: int) -> None:
-        """Count what a step computed of prompts and what it generated: nothing if its requests had ended."""
+        """Count a step's computed prompt tokens and generated tokens. A step whose requests had all ended has none."""
         if tokens:
             self.iteration_tokens.observe(tokens)
 
@@ -117,7 +118,7 @@ class SchedulerStats:
         """Count a batch of copied blocks.
 
         Args:
-            seconds: from when the batch was submitted until it was copied.
+            seconds: time from the batch's submission to the end of its copies.
         """
         self.loaded_blocks += loaded
         self.device_blocks += from_device

@@ -1,8 +1,8 @@
 """Steps, which the scheduler gives to the runner, their results, and the events that follow for services.
 
-A `Step` is a plain value: it can be pickled, stored and computed in another process over the same KV memory. It names
-requests and describes constraints; live objects such as requests and matchers stay on their side. Steps are computed
-in order, and each is launched before the tokens of the step before it are known.
+A `Step` is a plain value: it can be pickled, stored and computed in another process over the same KV memory. It
+contains names of requests and descriptions of constraints, but no live objects such as requests and matchers. Steps are
+computed in order, and each is launched before the tokens of the step before it are known.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paceline.core.media import MediaSpan
 from paceline.core.types import FinishReason, Key, SamplingParams, Token
 
 
-class Chunk(NamedTuple):  # a tuple, because many are made a step
+class Chunk(NamedTuple):  # a tuple, because each step makes many of them
     """The tokens of one request that one step computes.
 
     A chunk of a prompt is tokens [start, start + length), which the host knows. A chunk that `follows` continues after
-    the token that the device has sampled last, which the host may not know yet: it is that token and at most
+    the token that the device has sampled last, which the host may not know yet: it consists of that token and at most
     length - 1 drafts after it, and `start` is the largest position at which it may begin.
     """
 
@@ -39,15 +39,17 @@ class Chunk(NamedTuple):  # a tuple, because many are made a step
     hands_over: bool = False
     """Whether another worker of this host continues with the request after this chunk."""
     scored: int = 0
-    """Prompt logprobs that the chunk gives, for positions [start + 1, start + 1 + scored): each token is predicted by
-    the token before it."""
+    """Number of prompt logprobs that the chunk gives, for the tokens at [start + 1, start + 1 + scored), because each
+    token is predicted from the tokens before it.
+    """
     drafts: int = 0
     """Tokens to draft after the chosen tokens, for the next step."""
     background: bool = False
     """Whether nobody waits for the request."""
     copies: tuple[tuple[int, int], ...] = ()
-    """(from, to): slots of the pool. These blocks are copied before the chunk is computed, which writes on in the first
-    of the two."""
+    """(from, to): slots of the pool. Each block is copied before the chunk is computed, and the chunk goes on to write
+    into `from`.
+    """
 
     @property
     def end(self) -> int:
@@ -56,7 +58,7 @@ class Chunk(NamedTuple):  # a tuple, because many are made a step
 
 @dataclass(frozen=True, slots=True)
 class RowAssigned:
-    """The start of a request in a row of the device's state, with everything that the device has to know of it."""
+    """The start of a request in a row of the device's state, with all of its data that the device needs."""
 
     row: int
     token_ids: list[int]
@@ -78,7 +80,7 @@ class RowAssigned:
 
 @dataclass(frozen=True, slots=True)
 class RowEncoded:
-    """The encoding of a span is there."""
+    """The encoding of a span has become available."""
 
     row: int
     span: int
@@ -157,7 +159,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A step has computed tokens [first, first + length) that the request came with."""
+    """A step has computed tokens [first, first + length) of the tokens that the request came with."""
 
     key: Key
     first: int
@@ -211,12 +213,14 @@ class Kept:
     key: Key
     tail: Tail
     copied: bool = False
-    """Whether they are the copies in the request's spare blocks. Otherwise they are its own, because it has ended."""
+    """Whether they are the copies in the request's spare blocks. Otherwise they are the request's last blocks, because
+    it has ended.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SpareUnused:
-    """A request's spare blocks have no copies and will get none, so others may have them now."""
+    """A request's spare blocks have no copies and will get none, so other requests may use them now."""
 
     key: Key
 

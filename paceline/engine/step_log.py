@@ -9,7 +9,7 @@ from paceline.core.step_record import StepRecord
 from paceline.engine.step import Step, StepResult
 
 KEPT = 4096
-"""Steps that are kept: those of a minute if a step takes 15 ms."""
+"""Number of steps that are kept: a minute's steps if each takes 15 ms."""
 
 
 class StepLog:

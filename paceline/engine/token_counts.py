@@ -1,4 +1,4 @@
-"""How often each token is in a context, for penalties."""
+"""Counts of the tokens in a context, for penalties."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from torch import Tensor
 
 
 class TokenCounts:
-    """How often each token is in a context: counted once, then changed by the tokens that come and go.
+    """The number of times that each token is in a context. The context is counted once. Later changes are added and
+    removed.
 
-    To count a context of 131,072 tokens again for each new token takes 50 ms, for which all rows of a step wait.
+    Counting a context of 131,072 tokens again for each new token would take 50 ms, during which all rows of a step
+    wait.
 
     Args:
         context: the context so far: integers [tokens].
@@ -28,18 +30,18 @@ class TokenCounts:
         """Number of the columns that are sorted by id: those of the first tokens."""
         self._used = len(ids)
         self._later: dict[int, int] = {}
-        """The columns of the other tokens."""
+        """The columns of all other tokens."""
         self._prompt_len = prompt_len
         self._settled = len(context)
         self._drafts: list[int] = []
-        """The counted tokens after those that are settled."""
+        """The counted tokens after the settled tokens."""
 
     def follow(self, token_ids: np.ndarray, settled: int, length: int) -> None:
         """Count a context that has grown, or whose drafts have changed.
 
         Args:
             token_ids: integers [tokens], which begin with the context.
-            settled: number of tokens that stay as they are. It never decreases. Those after them are drafts.
+            settled: number of tokens that will not change. It never decreases. The tokens after them are drafts.
             length: tokens of the context, at least `settled`.
         """
         for place, token in enumerate(self._drafts, self._settled):

@@ -35,8 +35,9 @@ class AttentionBatch:
     """[requests]: tokens of each context, queries included."""
     groups: tuple[GroupTables, ...]
     final_len: tuple[int, ...] = field(default=(), kw_only=True)
-    """[requests]: tokens at the front of each context that no later step takes back; empty if all queries are final.
-    The tokens after them are drafts, or will be computed again. Only layers with a state read this."""
+    """[requests]: number of final tokens at the front of each context; empty if all queries are final. Tokens after
+    them are drafts, which a later step may take back, or will be computed again. Only layers with a state read this.
+    """
     last_keys: Tensor | None = field(default=None, kw_only=True)
     """int64 [tokens], on the device of the tables: position of the last key that each query sees in attention that
     looks ahead. It never decreases within a request, and is below `context_len`. None if each query sees no key after

@@ -27,7 +27,7 @@ class TokenChooser(Protocol):
     """Chooses tokens on the device of the logits, for many rows in one call, exactly as the host's sampler would."""
 
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
-        """Choose a token for each of these rows of logits, fp32 [n, vocab]. Return int64 [rows]."""
+        """Choose a token for each row of `logits`, fp32 [n, vocab], that `rows` names. Return int64 [rows]."""
 
     def accept(self, tokens: Tensor, drafts: Tensor, first_rows: Sequence[int]) -> Tensor:
         """Verify drafts strictly: accept a draft if it and all drafts before it equal the chosen tokens.

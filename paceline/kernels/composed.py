@@ -1,5 +1,6 @@
-"""Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of others, operations of
-encoders in plain torch, no chooser of tokens, and no check of packed matrices."""
+"""Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of simple operations,
+operations of encoders in plain torch, no chooser of tokens, and no check of packed matrices.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class EncoderKernels(Protocol):
 
         Args:
             weight: not quantized.
-            bounds: fp32 [4]: the least and the greatest element of x, and of the result. Others become these.
+            bounds: fp32 [4]: the least and the greatest element of x, then of the result. Elements outside become the
+                nearer bound.
         """
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:

@@ -13,7 +13,7 @@ from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.packed_weight import PackedWeight
 
 LEAST_SUM = 1e-20
-"""Added to the sum by which weights are divided, so that scores which all are zero give no NaN."""
+"""Added to the sum by which weights are divided, so that scores of zero alone do not give NaN."""
 _SWIGLU_FACTOR, _SWIGLU_LIMIT = 1.702, 7.0
 
 
@@ -35,7 +35,7 @@ class ExpertWeights:
     down_bias: Tensor | None = None
     """[experts, hidden]"""
     table: Tensor | None = None
-    """The backend's own index of these weights; see `ExpertKernels.index_experts`."""
+    """The backend's index of these weights; see `ExpertKernels.index_experts`."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if shapes differ, because kernels read the matrices by their addresses alone."""

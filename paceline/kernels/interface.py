@@ -58,8 +58,8 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Taps:
-    """Further results of a forward pass: hidden states, for drafters that were trained on them, and which tokens have
-    values that are not finite.
+    """Further results of a forward pass: hidden states for drafters that were trained on them, and flags of tokens that
+    have values that are not finite.
     """
 
     depths: tuple[int, ...] = ()
@@ -76,12 +76,12 @@ class Taps:
             self.states[depth] = x
 
     def check(self, hidden: Tensor) -> None:
-        """Note which of hidden [tokens, hidden] are broken."""
+        """Note the broken tokens of hidden [tokens, hidden]."""
         self.broken = is_broken(hidden)
 
 
 def is_broken(hidden: Tensor) -> Tensor:
-    """Return which of hidden [tokens, hidden] have NaN or infinity: bool [tokens]."""
+    """Return whether each token of hidden [tokens, hidden] has NaN or infinity: bool [tokens]."""
     return ~hidden.sum(dim=1, dtype=torch.float32).isfinite()  # a sum is not finite if one number is not
 
 
@@ -99,7 +99,8 @@ class ForwardInputs:
     layers: int | None = None
     """End of the layers to run; None for the number of all."""
     taps: Taps | None = None
-    """Gets the hidden states of all tokens after chosen layers, and, from a whole model, which tokens are broken."""
+    """Gets the hidden states of all tokens after chosen layers. A whole model also notes there which tokens are broken.
+    """
     begin: int = 0
     """First layer to run; 0 for a whole model."""
     further: Sequence[Tensor] = ()
@@ -111,7 +112,7 @@ class ForwardInputs:
 
     @property
     def recording_key(self) -> tuple[object, ...]:
-        """What a recording of the pass depends on, apart from the number of tokens."""
+        """Everything that a recording of the pass depends on, apart from the number of tokens."""
         ends = [cache.first for cache in (self.caches[0], self.caches[-1])]
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
         forms = [(tensor.shape[1:], tensor.dtype) for tensor in self.further]

@@ -26,13 +26,15 @@ class QuantizedMatrix:
     """[out, ceil(in / 32)], or twice as many: one for each 16 values. fp16, or fp32 of at most 18 significant bits, so
     that value * scale is exact."""
     offsets: Tensor | None
-    """Same shape and dtype as the scales, of which a block then has one; or None."""
+    """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
     bits: int
     """4 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
     rounding: torch.dtype = torch.bfloat16
-    """The dtype of the weights in the library of their format; for GGUF files bfloat16, to which they are converted."""
+    """The dtype to which weights are rounded first: that of the format's own library, or bfloat16 for GGUF files,
+    because they are converted to it.
+    """
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -37,7 +37,7 @@ class ReferenceRecurrence:
             total = torch.zeros_like(seen[:count]) if bias is None else bias.float().expand(count, -1).contiguous()
             for tap, factors in enumerate(taps):
                 total = total + factors * seen[tap : tap + count]
-            # Row by row, because torch computes the last few elements of a tensor in another way than all others.
+            # Row by row, because torch computes the last few elements of a tensor in another way than the rest.
             out[tokens] = torch.stack([F.silu(row) for row in total]).to(x.dtype)
             keep_inputs(span, state, seen)
         return out
@@ -199,5 +199,5 @@ def run_recurrence(
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Return x with rows of length 1."""
+    """Return x with each row scaled to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -38,10 +38,10 @@ BUNDLED: Mapping[str, BundledModel] = {
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
 _CONVERSION = 3
-"""To be raised when the conversion changes, so that cached files are converted again."""
+"""Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
-"""Packages that decide what a conversion results in. With another version of one, files are converted again."""
+"""Packages that decide the result of a conversion. If the version of one changes, files are converted again."""
 
 
 def resolve_model(
@@ -63,7 +63,7 @@ def resolve_model(
         quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
         model_impl: the code that will compute the model. A model of the hub that it cannot compute is refused.
-        trust_remote_code: also fetch Python code from the hub, for that code.
+        trust_remote_code: also fetch the model's Python code from the hub.
 
     Raises:
         ConfigError: a revision is given for a model that is not on the hub.
@@ -124,7 +124,7 @@ def link_folder(folder: Path, link: Path) -> None:
 
 
 def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None:
-    """Add sampling parameters to a model's generation_config.json, except for those that it has already.
+    """Add sampling parameters to a model's generation_config.json, except for parameters that the file has already.
 
     Raises ModelError if the file cannot be read or written.
     """

@@ -100,8 +100,9 @@ class Weights(Protocol):
 
 
 PADDING = 0
-"""The token that stands in for placeholder tokens, whose ids may lie outside of the vocabulary. A row of an encoding
-replaces its embedding, but not its rows of other tables."""
+"""Token id that stands in for placeholder tokens of media, whose own ids may lie outside of the vocabulary. A row of an
+encoding replaces the token's embedding, but not its rows of other tables.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,7 @@ class Architecture(_Parts, Protocol):
         """Return the first layer's input for int64 token_ids [tokens]: [tokens, hidden]."""
 
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
-        """Return what layers [begin, layers) read of these tokens from tables that are not on the device.
+        """Return the rows that layers [begin, layers) read for these tokens from tables outside of the device.
 
         The result is [tokens, ...] for each table, on the device of int64 token_ids [tokens].
         """
@@ -191,7 +192,7 @@ class Model(_Parts, Protocol):
 def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer.
 
-    A layer that reads the KV of another layer is a reader in this layer's group.
+    A layer that reads another layer's KV is a reader in the other layer's group.
     """
     kinds = sorted({kind for kind in config.layer_types if kind in config.attention}, reverse=True)
     sources = config.kv_sources

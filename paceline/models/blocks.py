@@ -97,7 +97,7 @@ class AttentionStep:
     batch: AttentionBatch
     group: GroupTables
     layer_input: Tensor | None = None
-    """[tokens, ...]: what only this layer reads of each token, in models that have this."""
+    """[tokens, ...]: an input of this layer alone, besides the residual stream; None in models without such inputs."""
 
 
 class Attention:

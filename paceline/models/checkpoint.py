@@ -110,7 +110,7 @@ class Checkpoint:
         return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
     def _is_empty(self, name: str) -> bool:
-        """Return whether a tensor has no elements, as the matrices of no shared experts."""
+        """Return whether a tensor has no elements, such as the matrices of shared experts if their number is 0."""
         _, handle = self._file_of[name]
         return 0 in handle.get_slice(name).get_shape()
 
@@ -144,7 +144,7 @@ class Checkpoint:
         return self.take(name, *shape) if self.pack.needs_content else self._leave_unread(name, *shape)
 
     def _leave_unread(self, name: str, *shape: int) -> Tensor:
-        """Take a matrix without reading it. safetensors would touch it, and the system read megabytes around it."""
+        """Take a matrix without reading it. If safetensors touched it, the system would read megabytes around it."""
         self._find(name, shape)
         return torch.empty(shape, dtype=self.dtype, device="meta")
 
@@ -280,7 +280,7 @@ def refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], surplus: Se
     """Raise ModelError, with the names of the tensors, if any tensors do not fit config.json.
 
     Args:
-        misshaped: names of tensors with their shapes and those that config.json asks for.
+        misshaped: names of tensors, each with its shape and the shape that config.json asks for.
     """
     named = (("missing tensors", missing), ("tensors of another shape", misshaped), ("unexpected tensors", surplus))
     if misfits := [f"{what}: {_enumerate(names)}" for what, names in named if names]:

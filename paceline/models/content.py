@@ -34,13 +34,13 @@ _SETTLED_SECONDS = 2.0
 """The digest of a file that has just changed is not remembered: a second change within one tick of the file system's
 clock would leave the size and the times as they are."""
 _FORM = 1
-"""To be raised when digests are computed in another way."""
+"""Version of the digests. Raise it when they are computed in another way."""
 
 log = logging.getLogger(__name__)
 
 
 class FileState(NamedTuple):
-    """A file's state, which changes whenever the file is written or replaced. To compare it reads no content."""
+    """A file's state, which changes whenever the file is written or replaced. Finding it reads no content."""
 
     device: int
     inode: int
@@ -55,7 +55,7 @@ class FileState(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether a change from now on would change the state."""
+        """Whether the file's next change is certain to change the state."""
         return time.time_ns() - self.ctime_ns > _SETTLED_SECONDS * 1e9
 
 
@@ -109,7 +109,7 @@ def read_content(files: Mapping[str, Path]) -> FileContent:
 
 
 def cache_key(name: str, *inputs: object) -> str:
-    """Return the key of a result that is kept: `name` and a digest of everything that the result depends on.
+    """Return the key of a cached result: `name` and a digest of everything that the result depends on.
 
     Args:
         inputs: the digest of the files that were read, and what else decides the result, such as versions of the code
@@ -163,13 +163,13 @@ class _Memory:
         self._folder = folder
 
     def recall(self, path: Path) -> _Known | None:
-        """Return what is known of a file; None if it is small, or not known in its present state."""
+        """Return a file's remembered digest; None if the file is small, or its present state was not remembered."""
         state = _state_of(path)
         if state.size < _REMEMBERED_BYTES:
             return None
         try:
             form, known, digest = json.loads(self._entry(state).read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError):  # no entry, or what a power cut has left of one
+        except (OSError, ValueError, TypeError):  # no entry, or one that a power cut has damaged
             return None
         return (str(digest), path, state) if (form, known) == (_FORM, list(state)) else None
 

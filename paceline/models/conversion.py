@@ -38,7 +38,7 @@ def make_once(
     Args:
         key: see `cache_key`.
         name: the model's name, which clients may see.
-        make: writes the folder `model` into an empty folder, which it gets.
+        make: gets an empty folder, and writes the folder `model` into it.
         is_complete: returns whether a folder can be used as it is.
 
     Raises:
@@ -82,8 +82,8 @@ def require_modules(names: Sequence[str], what: str, install: str) -> None:
 def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
     """Run `python -m module source model` in `scratch`, which is a folder.
 
-    The child runs in `scratch`. So it imports nothing from the user's folder by mistake. If its parent was killed, it
-    cannot write any more after the next start has removed `scratch`.
+    The child runs in `scratch`, so it imports nothing from the user's folder by mistake. If its parent was killed, the
+    next start removes `scratch`, and the child can write no more.
 
     Args:
         name: the converted file, for people.

@@ -24,13 +24,13 @@ from paceline.models.gguf_reader import DamagedError, open_gguf
 # Architectures that transformers converts and we compute, and the one that `convert_gemma4` converts.
 _CONVERTED_ELSEWHERE = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
 _TEMPLATE = "tokenizer.chat_template."
-"""What begins the keys of chat templates besides the default one."""
+"""Beginning of the keys of all chat templates but the default one."""
 _GEMMA4 = "gemma4"
 
-# Head sizes that transformers takes for granted, or from which it takes the scale of attention.
+# Head sizes that transformers assumes, or from which it computes the scale of attention.
 _HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
 
-# What transformers takes for granted for a Gemma 3, whatever its file says.
+# Values that transformers assumes for a Gemma 3, whatever its file says.
 _OF_GEMMA3 = {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 6, "final_logit_softcapping": 0.0}
 
 # Ends of the names of biases that transformers converts.
@@ -202,7 +202,7 @@ def _lost_elsewhere(architecture: str, metadata: Metadata) -> str:
 
 
 def _lost_of_gemma3(metadata: Metadata) -> str:
-    """Return the metadata of a Gemma 3 that transformers takes for granted, if they differ; "" if none does."""
+    """Return a key of a Gemma 3 whose value is not the one that transformers assumes; "" if there is none."""
     for name, granted in _OF_GEMMA3.items():
         if metadata.get(f"gemma3.{name}", granted) != granted:
             return name

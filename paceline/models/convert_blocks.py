@@ -55,7 +55,7 @@ def write_blocks(reader: GGUFReader, architecture: str, model: Any, target: Path
 def check_tensors(present: Mapping[str, Sequence[int]], architecture: str, model: Any) -> None:
     """Check that a GGUF file has the tensors of a model, in their shapes, and no others.
 
-    transformers gives random numbers to what a file lacks, and ignores what it does not know.
+    transformers fills tensors that the file lacks with random numbers, and ignores tensors that it does not know.
 
     Args:
         present: shapes of the file's tensors, by their names in the file.

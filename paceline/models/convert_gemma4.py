@@ -61,7 +61,7 @@ _HALVES: Mapping[str, str] = {
 }
 """Halves of a tensor, which are tensors of their own in some files: gate before up."""
 _FACTORS = "rope_freqs.weight"
-"""Divisors of the frequencies of full layers: 1, or so many that the frequency is 0."""
+"""Divisors of the frequencies of full layers: 1, or a number so large that the frequency becomes 0."""
 _NO_ROTATION = 1e29
 _TABLE = "model.embed_tokens_per_layer.weight"
 _ROWS = 1024
@@ -193,7 +193,7 @@ class _Config:
             "sliding_window": self._whole("attention.sliding_window"),
             "rope_parameters": self._ropes(),
             "max_position_embeddings": self._whole("context_length"),
-            # In fp32 in the file. Seven digits give the number back that was written.
+            # The file has it in fp32. Rounding to seven digits restores the decimal number that was meant.
             "rms_norm_eps": float(f"{self._real('attention.layer_norm_rms_epsilon', 0):.7g}"),
             "hidden_activation": "gelu_pytorch_tanh",
             "final_logit_softcapping": self._real("final_logit_softcapping", 0, 0.0) or None,

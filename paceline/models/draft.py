@@ -13,7 +13,7 @@ from paceline.models.model_config import Assistant, ModelConfig, ModelFacts
 
 
 def is_draft_name(speculative: SpeculativeConfig | None) -> bool:
-    """Return whether the draft model is not a folder yet, but something that `resolve_model` makes a folder of."""
+    """Return whether the draft model is given by a name, which `resolve_model` must turn into a folder first."""
     if speculative is None or speculative.method != "draft_model":
         return False
     return speculative.revision != "" or not Path(speculative.model).is_dir()

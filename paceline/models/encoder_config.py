@@ -46,7 +46,7 @@ class Gemma4AudioConfig:
     score_cap: float
     """Bound of attention scores, as `ModelConfig.logit_softcap` bounds logits."""
     residual_weight: float
-    """Factor on what a layer's two MLPs add."""
+    """Factor on the results of a layer's two MLPs, before they are added."""
     limit: float
     """Bound of the elements between the parts of a layer."""
     output_size: int
@@ -108,7 +108,8 @@ class Qwen3VisionConfig:
     merged_side: int
     """A row of the encoding stands for merged_side x merged_side patches."""
     positions_side: int
-    """The table of positions is positions_side x positions_side. An image of another size has positions between them.
+    """The table of positions is positions_side x positions_side. The positions of an image of another size are
+    interpolated.
     """
     shown_layers: tuple[int, ...]
     """Layers whose results are further parts of a row, each with a merger of its own (deepstack)."""

@@ -18,7 +18,7 @@ from paceline.models.model_config import Experts, ModelConfig
 
 
 class Router:
-    """The choice of a token's experts. Its matrix is never quantized, because a choice can change by a small error.
+    """Chooses each token's experts. Its matrix is never quantized, because a small error could change the choice.
 
     Args:
         weight: [experts, hidden], packed.
@@ -65,7 +65,7 @@ class Router:
 
 
 def experts_of(config: ModelConfig) -> Experts:
-    """Return the sizes of a model that has experts."""
+    """Return the sizes of the experts of a model that has some."""
     assert config.experts is not None
     return config.experts
 
@@ -102,7 +102,7 @@ def fused_experts(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> ExpertWeights:
-    """Take experts that share two tensors: gate and up, of the name `gate_up`, and `down`.
+    """Take experts that share two tensors: `gate_up`, which holds gate and up, and `down`.
 
     Biases, if there are some, are [experts, outputs] and named like these tensors with `_bias` after them.
 

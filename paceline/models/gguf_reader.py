@@ -31,10 +31,10 @@ def open_gguf(file: Path) -> CheckedReader:
 
 
 class CheckedReader(GGUFReader):
-    """A reader that refuses tensors that overlap, and what lies after the end of its file.
+    """A reader that refuses tensors that overlap, and values and tensors that would lie after the file's end.
 
-    The package's own reader takes it for empty. A file of a few bytes that says that a list has 2^60 numbers would keep
-    it busy, and fill the memory, for as long as it may run.
+    The package's own reader treats missing bytes as empty values. If a file of a few bytes claimed a list of 2^60
+    numbers, that reader would run until the memory is full.
     """
 
     def _get(self, offset: int, dtype: DTypeLike, count: int = 1, override_order: Any = None) -> NDArray[Any]:

@@ -28,7 +28,7 @@ class HubFile:
 
 
 def missing_files(repository: str, commit: str, names: Sequence[str]) -> list[HubFile]:
-    """Return those of the files that the cache lacks. Raises exceptions of huggingface_hub."""
+    """Return the files that the cache lacks. Raises exceptions of huggingface_hub."""
     from huggingface_hub import hf_hub_download
 
     found = [hf_hub_download(repository, name, revision=commit, dry_run=True) for name in names]
@@ -143,6 +143,6 @@ def _counter(work: _Work) -> type[Any]:
             work.count(int(n or 0))
 
         def update_transfer(self, n: float | None = 1) -> None:
-            """Count nothing: these bytes are of the network, and `update` counts those of the file."""
+            """Count nothing: these are bytes on the network, and `update` counts the bytes of the file."""
 
     return Counter

@@ -26,8 +26,9 @@ class ModelIdentity:
     dtype: str
     quantization: str
     """"int8" or "none". "gguf" counts as "none": both have the same weights, so their workers may exchange blocks.
-    Results are the same bits, or differ as those of two instruction sets do, if products with GGUF's blocks are in
-    integers."""
+    Their results have the same bits, unless products with GGUF's blocks are in integers. Then they differ as much as
+    results of two instruction sets.
+    """
     code: str
     """The `implementation_name`. Blocks of different codes differ in their last bits."""
 
@@ -39,7 +40,7 @@ class ModelIdentity:
 
     @property
     def weights(self) -> str:
-        """Digest of the config and the weights alone: with equal ones, a text is continued by the same model."""
+        """Digest of the config and the weights alone. If two digests are equal, the same model continues a text."""
         own = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
         return hashlib.sha256(repr(own).encode()).hexdigest()
 
@@ -61,7 +62,7 @@ def model_identity(
 
 
 def _is_weight(name: str) -> bool:
-    """Return whether a file is needed to tell the model, whatever code computes it and from whatever form."""
+    """Return whether a file is the config or holds weights, whatever code computes the model."""
     return name == "config.json" or (name.endswith(".safetensors") and name != BLOCKS_FILE)
 
 

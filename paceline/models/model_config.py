@@ -33,9 +33,11 @@ class Rope:
     interleaved: bool = False
     """Whether dimensions 2i and 2i + 1 turn together, rather than i and i + rotated / 2."""
     beta_fast: float = 32.0
-    """Turns within `original_max_position` from which a pair of dimensions keeps its speed, for kind "yarn"."""
+    """A pair of dimensions with at least this many turns in `original_max_position` tokens keeps its speed; "yarn"
+    only.
+    """
     beta_slow: float = 1.0
-    """Turns up to which a pair is slowed down by `factor`, for kind "yarn"."""
+    """A pair with at most this many turns in `original_max_position` tokens is slowed down by `factor`; "yarn" only."""
     truncate: bool = True
     """Whether the pairs with `beta_fast` and `beta_slow` turns are rounded to whole numbers, for kind "yarn"."""
     attention_factor: float = 1.0
@@ -90,13 +92,13 @@ class AttentionConfig:
     sinks: bool = False
     """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
     looks_ahead: bool = False
-    """Whether tokens of an image or a frame also attend to the later ones. A window bounds only what lies before."""
+    """Whether tokens of an image or a frame also attend to its later tokens. A window limits only earlier tokens."""
     latent: Latent | None = None
     """If given, heads attend to latent vectors as to one KV head, whose keys of size `head_dim` are values as well."""
 
     @property
     def rotary_dim(self) -> int:
-        """Size of the vectors that are rotated, of which `rope` may leave a part as it is."""
+        """Size of the vectors that are rotated. `rope` may leave a part of them unrotated."""
         return self.head_dim if self.latent is None else self.latent.rotated_dim
 
 
@@ -234,7 +236,7 @@ class ModelConfig:
     experts: Experts | None = None
     """The experts of layers; None if there are none."""
     unused_layers: int = 0
-    """Layers that the checkpoint has after the model's, to predict several tokens. They are not loaded."""
+    """Number of layers after the model's own that predict further tokens. They are not loaded."""
     gemma4: Gemma4Config | None = None
     assistant: Assistant | None = None
     """None if the model does not read a target's keys and values."""
@@ -248,7 +250,7 @@ class ModelConfig:
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Factor on what attention, mixer or MLP adds to the residual stream."""
+    """Factor on the results of attention, mixers and MLPs before they are added to the residual stream."""
     logits_divisor: float = 1.0
 
     def has_experts(self, layer: int) -> bool:

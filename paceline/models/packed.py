@@ -39,8 +39,9 @@ _SUFFIX = ".shards"
 _OLD_SUFFIX = ".packed"
 """Older versions wrote one file."""
 PACKING = 1
-"""To be raised when models name, cut or order their matrices in another way, or a weight format reads them in another
-way, so that they are packed again. A part of the name that `packed_weights` gets."""
+"""Version of the packing, which is a part of the name that `packed_weights` gets. Raise it when models name, cut or
+order their matrices in another way, or a weight format reads them in another way, so that they are packed again.
+"""
 _MOST_FORMS = 2
 """Folders kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
 

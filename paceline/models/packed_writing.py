@@ -38,10 +38,11 @@ _MOST_THREADS = 8
 _MOST_WITH_TORCH = 2
 _WAITING_PER_THREAD = 2
 _MOST_UNWRITTEN = 2 << 30
-"""Bytes in bf16 of matrices that wait or are being packed. They use memory if they are no part of a mapped file, for
-example because the checkpoint has another dtype."""
+"""Most bytes of matrices that wait to be packed or are being packed, counted in bf16. They use memory if they are not
+part of a mapped file, for example because the checkpoint has another dtype.
+"""
 _KEPT_BYTES = 64 << 20
-"""Largest memory that is used again for other matrices."""
+"""A buffer of at most this many bytes is kept for the next matrix."""
 _PIECE = 8 << 20
 """Bytes that are written at once: some large pages."""
 
@@ -222,7 +223,7 @@ class Output:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the bytes that are in memory to the file. Only after a whole piece may further pieces follow."""
+        """Write the bytes that are in memory to the file. After an incomplete piece, nothing more may be written."""
         rest = self._piece[: self._used]
         while rest:
             rest = rest[self._raw.write(rest) :]

@@ -25,7 +25,9 @@ _WINDOW = 128 << 20
 """Bytes of a checkpoint that the system reads at the same time. A disk behind a network or a hypervisor reads much at
 once faster than one piece after another."""
 _REQUEST = 512 << 10
-"""Bytes of one request to read ahead. Linux ignores what is above `read_ahead_kb` and the disk's `max_sectors_kb`."""
+"""Bytes of one request to read ahead. Linux ignores the part of a request above `read_ahead_kb` or the disk's
+`max_sectors_kb`.
+"""
 
 
 class Lookahead:

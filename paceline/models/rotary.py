@@ -67,7 +67,7 @@ class Rotary:
 
 
 def section_axes(rope: Rope, pairs: int) -> Tensor:
-    """Return which position turns each pair of dimensions: 0 frame, 1 row, 2 column. int64 [pairs]; see `Rope`."""
+    """Return the position that turns each pair of dimensions, int64 [pairs]: 0 frame, 1 row, 2 column. See `Rope`."""
     assert rope.sections is not None
     pair = torch.arange(pairs)
     axis = pair % 3
@@ -89,8 +89,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 def _scaled(spread: Tensor, rope: Rope) -> Tensor:
     """Return frequencies 1 / spread, scaled for contexts longer than those that the model was first trained on.
 
-    "llama3" and "yarn" keep fast dimensions, slow slow ones down by `factor`, and interpolate between them: "llama3"
-    by the frequencies, "yarn" by the numbers of the dimensions.
+    "llama3" and "yarn" keep the frequencies of fast pairs of dimensions and divide the frequencies of slow pairs by
+    `factor`. For pairs between these, "llama3" interpolates by frequency and "yarn" by the number of the pair.
     """
     frequencies = 1.0 / spread
     if rope.kind == "default":
@@ -111,7 +111,7 @@ def _yarn_slowing(rope: Rope, pairs: int) -> Tensor:
     """Return how much YaRN slows each pair of dimensions down: from 0, not at all, to 1, by `factor`. fp32 [pairs]."""
 
     def pair_with(turns: float) -> float:
-        """Return the number of the pair that turns so often within `original_max_position`."""
+        """Return the number of the pair that makes this many turns within `original_max_position` tokens."""
         return pairs * math.log(rope.original_max_position / (turns * 2 * math.pi)) / math.log(rope.theta)
 
     first, last = pair_with(rope.beta_fast), pair_with(rope.beta_slow)
@@ -126,8 +126,8 @@ def rotary_order(rope: Rope | None, heads: int, head_dim: int) -> Sequence[int] 
     """Return the order in which projections to queries and keys must have their rows; None for that of the checkpoint.
 
     Kernels rotate dimension i of a head together with dimension i + head_dim / 2. Some checkpoints pair neighbours, and
-    some rotate only a head's first dimensions. Queries and keys in another order have the same products.
-    "proportional" needs no other order: it turns the first pairs (i, i + head_dim / 2).
+    some rotate only a head's first dimensions. Products of queries and keys do not change if both have the same new
+    order. "proportional" needs no other order: it turns the first pairs (i, i + head_dim / 2).
     """
     if rope is None or rope.kind == "proportional" or not (rope.interleaved or rope.rotated_dims):
         return None

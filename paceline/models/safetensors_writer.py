@@ -1,4 +1,4 @@
-"""A writer of safetensors files that needs no tensor in memory as a whole.
+"""A writer of safetensors files that needs only a piece of a tensor in memory at a time.
 
 Format: https://github.com/huggingface/safetensors#format
 """

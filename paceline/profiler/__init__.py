@@ -1,1 +1,1 @@
-"""`paceline profile`: learns from a running stack how long its steps and everything around them take."""
+"""`paceline profile`: measures in a running stack how long its steps, and everything around them, take."""

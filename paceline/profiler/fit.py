@@ -14,9 +14,9 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Curve, Delay, Spread, StepTimes
 
 HELD_OUT = 4
-"""Every fourth step is held out of the fit, to say how good it is."""
+"""One step in this number is held out of the fit, to measure its quality."""
 LEAST_STEPS = 3
-"""Least number of steps of one size from which its time is known."""
+"""A size is fitted if at least this many of its steps were measured."""
 MOST_LEVELS = 201
 _ROUNDS = 12
 """Rounds in which the weights of a robust fit settle."""
@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of a fit: relative errors for steps that it has not seen."""
+    """The quality of a fit: relative errors for steps that were held out."""
 
     steps: int
     median: float
@@ -81,13 +81,15 @@ def spread_of(ratios: Sequence[float]) -> Spread:
 
 
 def delay_of(seconds: Sequence[float]) -> Delay:
-    """Return the delay that has exactly these times as its distribution; none if there are no times."""
+    """Return the delay that has exactly these times as its distribution; a delay of 0 if there are no times."""
     scale = (statistics.median(seconds) or statistics.fmean(seconds)) if seconds else 0.0
     return Delay(seconds=scale, spread=spread_of([each / scale for each in seconds])) if scale > 0 else Delay()
 
 
 def _hats(x: Floats, knots: Floats) -> Floats:
-    """Return [len(x), len(knots)]: how much each point of a curve counts at x. Beyond its ends as `Curve` does it."""
+    """Return the weight of each point of a curve at each x: [len(x), len(knots)]. Beyond the curve's ends, `Curve` is
+    followed.
+    """
     if len(knots) == 1:
         return np.ones((len(x), 1))
     index = np.clip(np.searchsorted(knots, x, side="left"), 1, len(knots) - 1)
@@ -145,7 +147,7 @@ def fit_steps(
         mixed: steps that computed both; may be empty.
 
     Returns:
-        The times, and how good the fits are.
+        The times, and the quality of each fit.
     """
     tokens = fit(
         [row.prompt_tokens for row in prompts],
@@ -168,7 +170,8 @@ def fit_steps(
         prefill_pair=tokens.slope,
         decode=rows.curve,
         decode_context=rows.slope,
-        # A step reads the weights once for both, and a step of one row does little else.
+        # A mixed step reads the weights once for both parts, and reading them is nearly all that a step of one row
+        # does.
         shared=max(0.0, float(np.median(saved))) if saved else rows.curve.points[0][1] * _READS_SHARE,
         prefill_spread=tokens.spread,
         decode_spread=rows.spread,
@@ -183,7 +186,8 @@ _READS_SHARE = 0.8
 def with_gaps(rows: Sequence[StepRecord]) -> list[StepRecord]:
     """Return steps with the time that the worker needs between two steps added to each.
 
-    This is the median time from the end of a step until the next one begins, if that goes on with the same requests.
+    The added time is the median time from the end of a step until the next one begins, over steps that continue the
+    same requests.
     """
     gaps = [
         after.ended - before.ended - after.seconds

@@ -1,4 +1,4 @@
-"""The requests of a profile, in phases, and what they show.
+"""The requests of a profile, in phases, and the measurements from them.
 
     prompts    single requests with prompts of every length that a step can have, and some that take several steps
     texts      single requests with texts, which the gateway has to tokenize
@@ -35,7 +35,7 @@ MOST_TOGETHER = 64
 """Most requests at the same time."""
 ANSWER_TOKENS = 48
 SLOW_SECONDS = 20.0
-"""If the requests of one size take longer than this, larger sizes are left out."""
+"""If the requests of one size take longer than this, in seconds, larger sizes are left out."""
 _SINGLE_TOKENS = 12
 _ARRIVALS = 8
 _ARRIVING_TOKENS = 48
@@ -73,7 +73,7 @@ def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> 
     """Send the requests of all phases. `tell` gets a line about each."""
     found = Measured()
     longest = min(facts.max_model_len - ANSWER_TOKENS, LONGEST_PROMPT, facts.host_tokens // 2)
-    stack.ask(stack.prompt(min(64, longest)), 4)  # wakes caches and connections
+    stack.ask(stack.prompt(min(64, longest)), 4)  # warms up caches and connections
     stack.new_steps()
     sizes = sorted(set(_prompt_sizes(facts.max_batched_tokens, longest)))
     tell(f"prompts of {', '.join(map(str, sizes))} tokens, one after another")
@@ -121,14 +121,14 @@ def _single(stack: ProfiledStack, prompt: list[int] | str, tokens: int = _SINGLE
 
 
 def _add(prompts: Steps, decoding: Steps, steps: Steps) -> None:
-    """Sort steps that were computed alone by what they did. Steps that did both say nothing about either."""
+    """Sort steps that were computed alone by their work. Steps with both kinds of work are left out."""
     for role, rows in steps.items():
         prompts[role] += [row for row in rows if row.prompt_tokens and not row.sequences]
         decoding[role] += [row for row in rows if row.sequences and not row.prompt_tokens]
 
 
 def _batches(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
-    """Answer ever more requests at the same time. A step counts when all of them have begun."""
+    """Answer more and more requests at the same time. A step counts if all of its requests have begun."""
     most = min(facts.max_seqs * facts.workers["decode"], MOST_TOGETHER, facts.host_tokens // 128)
     counts = sorted({min(2**power, most) for power in range(8)} | {min(3 * 2**power, most) for power in range(5)})
     tell(f"{', '.join(map(str, counts))} requests at the same time")
@@ -158,7 +158,7 @@ def _keep_full(found: Measured, steps: Steps, least: int) -> None:
 def _arrivals(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[[str], None]) -> None:
     count = min(_ARRIVALS, facts.max_seqs)
     length = min(_ARRIVING_TOKENS, facts.max_batched_tokens, facts.max_model_len // 2)
-    # A second token comes after a handoff, if there is one.
+    # If there is a handoff, it lies before the second token.
     tokens = 2 if facts.workers["prefill"] else 1
     tell(f"{count} requests with {length} tokens each at the same time")
     for _ in range(REPEATS):
@@ -187,9 +187,10 @@ def _beside(stack: ProfiledStack, facts: Facts, found: Measured, tell: Callable[
 
 
 def while_answered(crowded: Iterable[Traced], others: Iterable[ProfiledAnswer]) -> list[Traced]:
-    """Return the requests that came, and got their first token, while all others were between their first and last.
+    """Return the requests that came, and got their first token, while all of `others` were between their first and last
+    tokens.
 
-    A prompt that came earlier also waited for the prompts of the others, and a later one was not beside all of them.
+    An earlier prompt also waited for the prompts of the others, and a later one did not run beside all of them.
     """
     answered = [other for other in others if other.token_times]
     begin = max((other.sent + other.token_times[0] for other in answered), default=0.0)

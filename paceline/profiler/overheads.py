@@ -1,8 +1,8 @@
 """The times around steps, from the traces of requests that ran alone. Pure functions.
 
-A gateway's trace has instants of the gateway, and a worker's durations. What lies between the end of a worker's step
-and the gateway's instant is not known apart from what lies before the step. It is split into equal halves. Only their
-sum matters to a request that runs alone.
+A gateway's trace has instants of the gateway, and a worker's durations. The time between the end of a worker's step and
+the gateway's instant cannot be separated from the time before the step. Their sum is split into equal halves, because
+only the sum matters to a request that runs alone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.profiler.stack import ProfiledAnswer
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Delays of `Profile`, and how long requests join their workers."""
+    """Delays of `Profile`, and the times that requests need to join their workers."""
 
     gateway: Delay
     admit: Delay
@@ -41,7 +41,7 @@ def find_overheads(
     Args:
         singles, texts: requests that ran alone, with token ids and with texts; at least one of the first.
         decode_step: time of a decode step with one sequence, in seconds.
-        lateness: by how much each token came later than usual, in seconds; empty if unknown.
+        lateness: lateness of each token relative to the usual time, in seconds; empty if unknown.
 
     Raises UnavailableError if no request ran undisturbed.
     """
@@ -53,7 +53,7 @@ def find_overheads(
     longest = max(spoken, key=lambda part: part["tokens"], default=None)
     per_token = max(0.0, longest["asked"] - base) / longest["tokens"] if longest else 0.0
     after_step = [max(0.0, part["first"] - part["admitted"] - part["steps"]) / 2 for part in parts]
-    # A second token comes one decode step after the handoff; the rest is the way there and back.
+    # A second token comes one decode step after the handoff. The rest is the time of messages in both directions.
     handed = [part for part in parts if part["told"] is not None and part["second"] is not None]
     around = [max(0.0, part["second"] - part["told"] - decode_step) / 2 for part in handed]
     told = [
@@ -61,7 +61,7 @@ def find_overheads(
         for part, half in zip(parts, after_step)
         if part["told"] is not None
     ]
-    # The gaps between tokens depend only on differences of their delays, of which none is negative.
+    # The gaps between tokens depend only on differences of their delays, and no delay is negative.
     usual = max(statistics.median(around or [0.0]), -min(lateness, default=0.0))
     return Overheads(
         gateway=delay_of([part["asked"] for part in parts]).model_copy(update={"per_token": per_token}),
@@ -75,11 +75,11 @@ def find_overheads(
 
 
 def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]) -> list[float]:
-    """Return by how many seconds the tokens in the second half of each answer came later than usual to the client.
+    """Return the lateness, in seconds, of the tokens in the second half of each answer, as the client got them.
 
-    The first tokens after a handoff are late more often, and are only a small part of an answer that is longer than
-    these. The clocks of the worker and of the client are not compared: usual is the median of each answer. Answers
-    whose tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
+    The first tokens after a handoff are late more often, and would be only a small part of a longer answer. The clocks
+    of the worker and of the client are not compared. Lateness is relative to the median of each answer. Answers whose
+    tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
 
     Args:
         answers: answers of requests that ran alone, one after another.
@@ -113,7 +113,7 @@ def _decoded(steps: Sequence[StepRecord]) -> Iterator[list[StepRecord]]:
 
 
 def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: float) -> Delay:
-    """Return how much later first tokens come while decode workers use the same cores, apart from longer steps.
+    """Return the delay of first tokens while decode workers use the same cores, without the effect of longer steps.
 
     A prompt also waits for its turn, which the simulator counts apart: on average for half of a decode step.
 
@@ -132,7 +132,7 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
 
 
 def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]) -> float:
-    """Return by how many seconds an admission takes longer for each other one at the same time.
+    """Return the seconds by which each simultaneous admission prolongs an admission.
 
     Args:
         alone: requests that came alone.
@@ -165,7 +165,7 @@ def _parts(traced: Traced) -> dict[str, Any] | None:
         "admitted": attempt["admission"]["at_ms"] / 1000,
         "steps": attempt["prefill"]["steps_ms"] / 1000,
         "first": first,
-        # What the client sees beyond what the gateway sees: the way to the gateway and back.
+        # The difference between the client's and the gateway's times is the way to the gateway and back.
         "client": max(0.0, answer.token_times[0] - first),
         "told": handoff["told_ms"] / 1000 if handoff and handoff["told_ms"] is not None else None,
         "second": decode["first_token_ms"] / 1000 if decode else None,

@@ -21,7 +21,7 @@ from paceline.profiler.stack import Facts, ProfiledStack
 from paceline.profiler.turns import MeasuredArrivals, find_arrival, find_turns
 
 SCALE_SECONDS = 600.0
-"""Deadline of a worker's start, and of its drain."""
+"""Deadline of a worker's start, and of its drain, in seconds."""
 _POLL_SECONDS = 0.25
 
 
@@ -36,7 +36,7 @@ def profile(gateway: GatewayClient, output: Path, machine: str, scales: bool) ->
     """Measure a running stack, which must have no other requests, and write its profile.
 
     Args:
-        machine: name of the machine in the profile; "" takes what the workers say of their numerics.
+        machine: name of the machine in the profile; "" uses the numerics that the workers report.
         scales: whether to start and drain one more decode worker, to measure how long that takes.
 
     Raises:
@@ -65,7 +65,8 @@ def profile(gateway: GatewayClient, output: Path, machine: str, scales: bool) ->
 def make_profile(
     facts: Facts, measured: Measured, lifetimes: Lifetimes, fetched: tuple[int, float], machine: str = ""
 ) -> tuple[Profile, dict[str, Quality]]:
-    """Return the profile of what was measured, and how good its fits are. Raises UnavailableError if steps are missing.
+    """Return the profile from the measurements, and the quality of its fits. Raises UnavailableError if steps are
+    missing.
 
     Args:
         fetched: bytes that hosts have fetched from each other, and the seconds that this took.
@@ -113,7 +114,7 @@ def make_profile(
 
 
 def _lateness(facts: Facts, measured: Measured) -> list[float]:
-    """Return by how much tokens came later than usual. Steps of several workers do not show it, so it is empty then."""
+    """Return the lateness of tokens, in seconds; empty with several workers, because their steps do not show it."""
     if facts.workers["decode"] > 1:
         return []
     answers = [answer for answer, _ in measured.singles]
@@ -133,7 +134,9 @@ def _turns(facts: Facts, measured: Measured, prefill: StepTimes, decode: StepTim
 
 
 def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turns: TurnTimes) -> float:
-    """Return what an arrival costs the prompts under way. Steps of several workers do not show it, so it is 0 then."""
+    """Return the seconds that an arrival costs the prompts under way; 0 with several workers, whose steps do not show
+    it.
+    """
     if facts.workers[role] > 1:
         return 0.0
     arrivals = [
@@ -148,7 +151,7 @@ def _arrival(role: str, facts: Facts, measured: Measured, steps: StepTimes, turn
 
 
 def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quality]]:
-    """Return the step times of a role. Of sizes that its workers seldom computed, the other role's steps count, too.
+    """Return the step times of a role. For sizes that its workers seldom computed, the other role's steps count, too.
 
     For example, decode workers compute short prompts, and prefill workers long ones.
     """
@@ -156,7 +159,7 @@ def _steps_of(role: str, measured: Measured) -> tuple[StepTimes, dict[str, Quali
     def rows(steps: dict[str, list[StepRecord]]) -> list[StepRecord]:
         measured, others = with_gaps(steps[role]), with_gaps(steps["prefill" if role == "decode" else "decode"])
         computed = Counter(map(_size, measured))
-        # The fit does without one step of four.
+        # The fit leaves out one step of four.
         return measured + [row for row in others if computed[_size(row)] <= LEAST_STEPS]
 
     prompts, decoding = rows(measured.prompts), rows(measured.decoding)
@@ -189,7 +192,9 @@ def _lifetimes(stack: ProfiledStack) -> Lifetimes:
 
 
 def _until(stack: ProfiledStack, is_reached: Callable[[dict[str, int]], bool], began: float) -> float:
-    """Wait until the decode workers are as wanted, and return the seconds since `began`. Raises UnavailableError."""
+    """Wait until `is_reached` accepts the state of the decode workers, and return the seconds since `began`. Raises
+    UnavailableError.
+    """
     while not is_reached(stack.scale()["decode"]):
         if time.monotonic() - began > SCALE_SECONDS:
             raise UnavailableError(f"a decode worker has not started or ended within {SCALE_SECONDS:g} seconds")

@@ -16,11 +16,11 @@ from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.step_record import StepRecord
 
 FETCH_SECONDS = 30.0
-"""Deadline of a question about the stack. A busy machine answers late."""
+"""Deadline of a question about the stack, in seconds. A busy machine answers late."""
 REQUEST_SECONDS = 120.0
-"""Deadline of the first token, and of each further one."""
+"""Deadline of the first token, and of each further one, in seconds."""
 REPORT_SECONDS = 10.0
-"""Longest wait until a new host has reported to the gateway."""
+"""Longest wait until a new host has reported to the gateway, in seconds."""
 _IDS = range(20, 250)
 """Token ids of prompts. Every model has more tokens than this, and no prompt finds another one's blocks cached."""
 
@@ -47,7 +47,7 @@ class Facts:
     workers: dict[str, int]
     """Ready workers by role."""
     max_seqs: int
-    """Sequences that a decode worker runs at the same time: the smallest number of all decode workers."""
+    """Most sequences that a decode worker runs at the same time: the smallest number over all decode workers."""
     max_batched_tokens: int
     takes_turns: bool
     itl_target_seconds: float
@@ -104,7 +104,7 @@ class ProfiledStack:
     def _token_bytes(self) -> float:
         """Return the bytes of KV of a token. A gateway learns them from a host about a second after its first worker.
 
-        Raises UnavailableError if no host has told them in time.
+        Raises UnavailableError if no host has reported it in time.
         """
         end = time.monotonic() + REPORT_SECONDS
         while True:
@@ -136,7 +136,7 @@ class ProfiledStack:
         return self._fetch(f"/trace/{answer.request_id}")
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return a prompt that no cache knows."""
+        """Return a prompt of `tokens` tokens, none of whose blocks is cached."""
         return self._source.choices(_IDS, k=tokens)
 
     def ask(self, prompt: list[int] | str, tokens: int) -> ProfiledAnswer:

@@ -1,4 +1,4 @@
-"""Fits of turns: the effect of two workers on each other on the same cores, from steps at the same time."""
+"""Fits of turns: the effects that two workers on the same cores have on each other, from simultaneous steps."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.core.turns import STEPS
 from paceline.profiler.fit import Fit, delay_of, fit
 
 _LEAST_SHARE = 0.2
-"""Share of a prompt's step that decode must have had, and prefill too, or the step tells nothing about turns."""
+"""Least share of a prompt's step that decode, and also prefill, must have had. Other steps tell nothing about turns."""
 _LEAST_PROMPTS = 3
-"""Least number of prompts beside the same number of rows from which the speed of prefill is known."""
+"""The speed of prefill beside a number of rows is fitted from at least this many prompts."""
 _WHOLE = 0.9
-"""Share of the time between two decode steps during which prefill must have computed, so that it was prefill's turn."""
+"""If prefill computed for at least this share of the time between two decode steps, the time was prefill's turn."""
 _LEAST_STEPS = 8
 """Least number of steps from which times are fitted."""
 
@@ -30,12 +30,12 @@ def find_turns(
     prefill: StepTimes,
     decode: StepTimes,
 ) -> TurnTimes:
-    """Return how workers take turns.
+    """Return the times of turns.
 
     Args:
         itl_target: the target that the workers were given, in seconds; 0 if none was given.
         prompts, decoding: steps at the same time, of workers with one clock.
-        prefill, decode: how long such steps take alone.
+        prefill, decode: times of such steps alone.
     """
     turns = TurnTimes(itl_target=itl_target, least_share=0.5, backlog_share=0.5) if itl_target else TurnTimes()
     found: dict[str, object] = {}
@@ -61,9 +61,7 @@ class MeasuredArrivals(NamedTuple):
 def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns: TurnTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 
-    Args:
-        prefill: how long the steps of prompts take alone.
-        turns: how much longer they take beside decoding.
+    Args: prefill: times of steps of prompts alone. turns: their prolongation beside decoding.
     """
     longer = []
     for count, prompts, decoding in arrivals:
@@ -78,7 +76,7 @@ def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns
 def _speeds(
     prompts: Sequence[StepRecord], decoding: Sequence[StepRecord], prefill: StepTimes
 ) -> Iterator[tuple[float, float]]:
-    """Yield numbers of decoding rows, in ascending order, and how fast prefill was in its own time beside them."""
+    """Yield numbers of decoding rows, ascending, each with the speed of prefill in its own turns beside them."""
     speeds = defaultdict[int, list[float]](list)
     for row in prompts:
         seconds = row.seconds - sum(_common(row, other) for other in decoding)
@@ -102,7 +100,7 @@ def _crowded_steps(prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]
 
 
 def _lateness(turns: TurnTimes, prompts: Sequence[StepRecord], decoding: Sequence[StepRecord]) -> Iterator[float]:
-    """Yield for each turn of prefill how much longer it was than `core/turns.py` says."""
+    """Yield, for each turn of prefill, the seconds by which it was longer than the rule of `core/turns.py`."""
     recent: deque[float] = deque(maxlen=STEPS)
     for before, after in itertools.pairwise(decoding):
         recent.append(before.seconds)
@@ -118,7 +116,7 @@ def _alone(row: StepRecord, prefill: StepTimes) -> float:
 
 
 def _rows_beside(row: StepRecord, decoding: Sequence[StepRecord]) -> int:
-    """Return how many rows decoded during a prompt's step; 0 if none did."""
+    """Return the number of rows that decoded during a prompt's step; 0 if none did."""
     beside = [other.sequences for other in decoding if _common(row, other)]
     return int(statistics.median(beside)) if beside else 0
 

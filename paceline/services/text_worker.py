@@ -1,7 +1,7 @@
 """The process of a worker that computes prompts, decodes, or waits for a role.
 
-gRPC takes no services after a server has started, so a worker has those of all roles. Its role decides which of them
-take work.
+gRPC accepts no services after a server has started, so a worker has the services of all roles. Its role decides which
+services accept work.
 """
 
 from __future__ import annotations

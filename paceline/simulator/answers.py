@@ -11,11 +11,11 @@ from paceline.simulator.search import Found
 from paceline.simulator.text import three_digits
 
 PAYS = 0.02
-"""Share by which one fleet must be better than another before this is called a difference."""
+"""Least relative improvement of one fleet over another that counts as a difference."""
 
 
 def on_disaggregation(apart: Found, together: Found) -> str:
-    """Return whether disaggregation pays.
+    """Return a sentence that says whether disaggregation pays.
 
     Args:
         apart: a disaggregated fleet.
@@ -31,7 +31,7 @@ def on_disaggregation(apart: Found, together: Found) -> str:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
         own, others = three_digits(one.goodput), three_digits(other.goodput)
         what = f"goodput is {own} requests/s, that of the aggregated fleet {others}"
-        load += " with so many workers"  # another ratio of both roles, as --find has it, may be better
+        load += " with so many workers"  # another ratio of the roles, which --find looks for, may be better
     if better > PAYS:
         return f"Disaggregation pays for {load}: {what}."
     if better < -PAYS:
@@ -51,7 +51,7 @@ def on_caches(sizes: Sequence[Found]) -> str:
     """
     ordered = sorted(sizes, key=lambda found: found.tokens)
     are_met = all(found.result.is_met and found.result.cost for found in ordered)
-    # Each value is better if it is larger.
+    # For each value, larger is better.
     values = [-found.result.cost if are_met else found.result.goodput for found in ordered]
     best = max(values)
     chosen = next(found for found, value in zip(ordered, values) if best - value <= PAYS * abs(best))
@@ -65,10 +65,10 @@ def on_caches(sizes: Sequence[Found]) -> str:
 
 
 def on_failure(failure: PlannedFailure, result: Result, share: float) -> str:
-    """Return what a failure did to the requests of each minute.
+    """Return a sentence about the effect of a failure on the requests of each minute.
 
     Args:
-        share: share of them that should be within objectives.
+        share: share of the requests that should be within their objectives.
     """
     within, at = result.within(), int(failure.at / MINUTE)
     later = {minute: good for minute, good in enumerate(within) if minute >= at and good is not None}

@@ -1,7 +1,7 @@
-"""The attempts of requests on simulated workers: from admission with its blocks over prompt and handoff to the end.
+"""The attempts of requests on simulated workers: admission with blocks, prompt, handoff and end.
 
-The life of an attempt is that of docs/design.md. If its worker ends, its request goes on elsewhere from the tokens that
-it has.
+The life of an attempt is that of docs/design.md. If an attempt's worker ends, the request continues on another worker
+with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Workers(NamedTuple):
 
     decode: SimulatedWorker
     prefill: SimulatedWorker | None
-    """The worker that computes the prompt for the other one; None if that does it, or has taken over."""
+    """The worker that computes the prompt for the decode worker; None if the decode worker does this itself, or has
+    taken over.
+    """
 
     @property
     def computing(self) -> SimulatedWorker:
@@ -42,11 +44,11 @@ class Workers(NamedTuple):
 
 
 Refusal = str | tuple[str, int]
-"""The name of a worker without room, or the name of a host and the tokens that it really has cached."""
+"""The name of a worker without room, or the name of a host and the number of tokens that it really has cached."""
 
 
 class Attempts:
-    """Begins and ends attempts, and is told of the steps of all workers.
+    """Begins and ends attempts, and is called about the steps of all workers.
 
     Args:
         block_tokens: tokens of a block.
@@ -66,7 +68,7 @@ class Attempts:
         self.on_room: Callable[[], object] = lambda: None
         """Called when a worker may have room for another request."""
         self.on_lost: Callable[[Sequence], object] = lambda sequence: None
-        """Called with a request that has to go on elsewhere."""
+        """Called with a request that has to continue on another worker."""
         self.on_first_token: Callable[[Sequence], object] = lambda sequence: None
         """Called with a request whose prompt is computed."""
         self.on_ended: Callable[[Sequence], object] = lambda sequence: None
@@ -80,13 +82,15 @@ class Attempts:
         self._preemption = Preemption(events, recorder, self.move)
 
     def cached_tokens(self, sequence: Sequence, blocks: int) -> dict[str, int]:
-        """Return for each host how many tokens of a context's first blocks it has. Hosts with none are left out."""
+        """Return, for each host, the number of cached tokens of a context's first blocks. Hosts without any are left
+        out.
+        """
         found = self._hints.cached_tokens(sequence.block_names(blocks), blocks * BASE_TOKENS)
         unit, names = self._block_tokens // BASE_TOKENS, self._known.host_names
         return dict(zip(map(names.__getitem__, found), map(unit.__mul__, found.values())))  # there may be many hosts
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
-        """Begin an attempt. Return None, or who refuses it.
+        """Begin an attempt. Return None, or the refusal.
 
         Raises InvalidRequestError if no host of this kind ever has enough blocks.
         """
@@ -116,7 +120,7 @@ class Attempts:
         return None
 
     def move(self, sequence: Sequence) -> None:
-        """End an attempt, whose request goes on elsewhere."""
+        """End an attempt. Its request continues on another worker."""
         self.leave(sequence)
         self.on_lost(sequence)
 
@@ -200,7 +204,7 @@ class Attempts:
     # ---- between workers
 
     def _fetch(self, sequence: Sequence, placement: Placement) -> None:
-        """Have a prefix brought to the computing worker's host before the attempt goes on."""
+        """Fetch a prefix to the computing worker's host before the attempt continues."""
         host = self._workers[sequence].computing.host
         blocks = placement.cached_tokens // self._block_tokens
         here = self.cached_tokens(sequence, blocks).get(host.name, 0)
@@ -256,7 +260,7 @@ class Attempts:
         computing = self._workers[sequence].computing
         delay = self._delay(self._profile.admit) + self._delay(computing.kit.times.join)
         if (cores := computing.cores) is not None:
-            delay = max(0.0, delay - cores.turns.admission)  # that much is over already
+            delay = max(0.0, delay - cores.turns.admission)  # this part of the delay is over already
             if computing.role == "prefill" and cores.decodes:
                 delay += self._delay(cores.turns.admit)
         self._events.after(delay, self._compute, sequence, attempt)

@@ -1,8 +1,8 @@
-"""Workers of one host that share its cores, and take turns as `core/turns.py` has it.
+"""Workers of one host that share its cores, and take turns by the rules of `core/turns.py`.
 
 A decode worker computes when it has work. After each of its steps, it leaves prefill some time if prefill has work. A
-prefill worker computes in this time, and while no decode worker computes; its step is interrupted between operations,
-so it goes on later where it was.
+prefill worker computes in this time, and while no decode worker computes; its step can be interrupted between
+operations, and continues later.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cores:
         return worker.role == "decode" and any(other.has_work for other in self._of("prefill"))
 
     def admit(self, done: Callable[[], object]) -> None:
-        """Take the time of an admission, which is longer while other requests are admitted, too. Then call `done`."""
+        """Let the time of an admission pass, which is longer while others are under way. Then call `done`."""
         if self.turns.admission:
             self._admissions.add(self.turns.admission, done)
         else:
@@ -92,7 +92,7 @@ class Cores:
         return any(worker.has_work for worker in self._of("decode"))
 
     def speed_of(self, worker: CoreUser) -> float:
-        """Return how fast a worker computes in its turns."""
+        """Return the speed at which a worker computes in its turns, in seconds of its work per second."""
         rows = sum(other.rows.count for other in self._of("decode") if other.has_work)
         return self.turns.speed_of_prefill(rows) if worker.role == "prefill" else 1.0
 
@@ -126,7 +126,7 @@ class Cores:
                 other.clock.pause()
 
     def ended(self, worker: CoreUser, seconds: Sequence[float]) -> None:
-        """Note that a worker's steps have ended, of which the last ones took these times."""
+        """Note that a worker's steps have ended. `seconds` are the times of the last ones."""
         if worker.role != "decode":
             return
         self._recent.extend(seconds)
@@ -150,7 +150,7 @@ class Cores:
         return any(other.has_work for other in self._of("prefill"))
 
     def _release(self) -> None:
-        """Let decode workers begin, if the time of prefill is over, and prefill workers if no decode worker does."""
+        """Let decode workers begin if the time of prefill is over, and prefill workers if no decode worker begins."""
         if self._events.now >= self._until:
             for worker in self._of("decode"):
                 worker.wake()

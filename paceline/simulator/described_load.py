@@ -137,7 +137,7 @@ class Prefix(_Table):
 
     tokens: int = Field(ge=1)
     kinds: int = Field(default=1, ge=1)
-    """Number of different ones."""
+    """Number of different system prompts."""
 
 
 class RequestKind(_Table):
@@ -158,7 +158,7 @@ class DescribedLoad(_Table):
     """A load. Equal descriptions make equal requests."""
 
     seconds: Positive
-    """Time in which conversations begin."""
+    """Time during which conversations begin, in seconds."""
     seed: int = 0
     max_model_len: int = Field(default=32_768, ge=2)
     """A conversation ends before its context would be longer than this, in tokens."""
@@ -221,7 +221,7 @@ class _Conversation:
         return TraceRequest(at, prompt, answer, self._blocks(), kind.group, session, kind.key, kind.priority)
 
     def after(self, at: float) -> float | None:
-        """Return when the turn after the one at `at` arrives; None if there is none."""
+        """Return the arrival of the turn after the one at `at`, in seconds; None if there is none."""
         kind, source = self._kind, self._source
         goes_on = source.random() < 1 - 1 / kind.turns
         return at + _draw(kind.think, source) if goes_on else None
@@ -235,7 +235,7 @@ class _Conversation:
 
 
 def _next_of(later: list[tuple[float, int, TraceRequest, _Conversation]]) -> TraceRequest:
-    """Take the first turn, and put the one after it in its place."""
+    """Remove and return the earliest turn, and put its conversation's next turn in its place."""
     at, number, turn, talk = heapq.heappop(later)
     then = talk.after(at)
     if then is not None and (next_turn := talk.turn(then)) is not None:
@@ -244,7 +244,7 @@ def _next_of(later: list[tuple[float, int, TraceRequest, _Conversation]]) -> Tra
 
 
 def read_load(path: Path) -> DescribedLoad:
-    """Read a described load; JSON if the file's name ends with .json. Raises ConfigError, which names what is wrong."""
+    """Read a described load: JSON if the file's name ends with .json, else TOML. Raises ConfigError."""
     try:
         text = path.read_text("utf-8")
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -254,7 +254,7 @@ def read_load(path: Path) -> DescribedLoad:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place, message = first["loc"], first["msg"]
-        if place[2:3] and place[2] in _AMOUNTS:  # one error for each way to write it, which would confuse
+        if place[2:3] and place[2] in _AMOUNTS:  # a union gives one error for each of its forms, which would confuse
             place, message = place[:3], _AMOUNT_ADVICE
         where = ".".join(map(str, place)) or "the load"
         raise ConfigError(f"{path}: {where}: {message}; docs/operations/simulating.md shows an example") from None

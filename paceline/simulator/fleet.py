@@ -1,4 +1,4 @@
-"""The workers of a simulated fleet: their starts, drains, flips and failures, and what they cost."""
+"""The workers of a simulated fleet: their starts, drains, flips and failures, and their costs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.simulator.steps import Kit
 from paceline.simulator.worker import Role, SimulatedWorker
 
 FLIP_SECONDS = 1.0
-"""Time in which an idle worker takes its other role. Its weights stay."""
+"""Time for an idle worker to take its other role, in seconds. Its weights stay."""
 
 _SLICES = 10
-"""Heartbeats come in as many groups, one after another."""
+"""Number of groups of workers whose heartbeats come one after another."""
 
 
 class SimulatedFleet:
@@ -45,7 +45,7 @@ class SimulatedFleet:
     ) -> None:
         self.workers: dict[str, SimulatedWorker] = {}
         self._residents: dict[Host, list[SimulatedWorker]] = defaultdict(list)
-        """All workers but those that have ended."""
+        """All workers that have not ended."""
         self.hosts: list[Host] = []
         self.device_seconds = 0.0
         self.cost = 0.0
@@ -87,14 +87,14 @@ class SimulatedFleet:
         return worker
 
     def drain(self, worker: SimulatedWorker, to: Role | None = None) -> None:
-        """Let a worker move its work away, and then end, or go on in the role `to`."""
+        """Let a worker move its requests away, and then end, or take the role `to`."""
         if worker.state == "ready":
             worker.state, worker.since = "draining", self._events.now
             self._gateway.drain(worker)
             self._await_idle(worker, to)
 
     def count(self, role: Role) -> int:
-        """Return how many workers of a role start or are ready."""
+        """Return the number of workers of a role that are starting or ready."""
         return sum(worker.role == role and worker.state in ("starting", "ready") for worker in self.workers.values())
 
     def times(self, role: Role) -> WorkerTimes:
@@ -118,7 +118,7 @@ class SimulatedFleet:
         return worker
 
     def count_residents(self, host: Host) -> int:
-        """Return how many workers a host has."""
+        """Return the number of workers on a host."""
         return len(self._residents[host])
 
     def _has_place(self, host: Host, role: Role) -> bool:
@@ -166,7 +166,7 @@ class SimulatedFleet:
             self._gateway.known.forget(worker)
 
     def _fail(self, share: float) -> None:
-        """End a share of all workers at once. Each is started again, if the scenario says so."""
+        """End a share of all workers at once. Each is started again if the scenario restarts workers."""
         self.pay()
         alive = list(self.workers.values())
         for worker in self._random.sample(alive, round(len(alive) * share)):
@@ -205,7 +205,7 @@ class SimulatedFleet:
             self.cost += seconds * hourly_cost / 3600
 
     def expenses(self) -> tuple[float, float]:
-        """Return the devices that all workers occupy, and what these cost in an hour."""
+        """Return the number of devices that all workers occupy, and their cost for an hour."""
         devices = [(self._devices(worker), worker.kit.times.hourly_cost) for worker in self.workers.values()]
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 

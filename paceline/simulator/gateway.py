@@ -29,13 +29,14 @@ from paceline.simulator.waiting_queue import WaitingQueue
 from paceline.simulator.worker import SimulatedWorker
 
 MOST_REFUSALS = 16
-"""Workers that refuse a request in a row before it waits. A gateway would ask all others first; in a fleet that is full
-this makes no difference but takes time."""
+"""Number of workers that refuse a request in a row before it waits. A real gateway would ask all others first. In a
+full fleet, asking them changes nothing, but takes time.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The options of `paceline gateway` that matter here, and how often clients come back."""
+    """The options of `paceline gateway` that matter here, and the number of retries by clients."""
 
     queue_seconds: float = 60.0
     max_waiting: int = 256
@@ -43,7 +44,7 @@ class GatewayOptions:
     local_prefill_tokens: int = 32
     classes: Classes = dataclasses.field(default_factory=lambda: NO_CLASSES)
     retries: int = 0
-    """Times that a refused client comes back when it was told to."""
+    """Most times that a refused client comes back, each at the time that it was told."""
 
 
 class SimulatedGateway:
@@ -87,7 +88,7 @@ class SimulatedGateway:
     # ---- the fleet
 
     def join(self, worker: SimulatedWorker) -> None:
-        """Give work to a worker that is ready."""
+        """Begin to place requests on a worker that is ready."""
         self.known.join(worker)
         self.waiting.wake()
 
@@ -114,7 +115,7 @@ class SimulatedGateway:
     # ---- arrival and placement
 
     def arrive(self, number: int, request: TraceRequest, names: list[bytes]) -> None:
-        """Take a request of a trace.
+        """Receive a request of a trace.
 
         Args:
             names: names of its full blocks.
@@ -136,7 +137,7 @@ class SimulatedGateway:
             self._receive(sequence)
 
     def _receive(self, sequence: Sequence) -> None:
-        """Begin with a request that comes for the first time, or comes back."""
+        """Receive a request that comes for the first time or comes back."""
         sequence.received = self._events.now
         level = self._random.random()
         self._events.after(self._profile.gateway.at(sequence.prompt_tokens, level), self._enter, sequence)
@@ -176,7 +177,9 @@ class SimulatedGateway:
         )
 
     def _try(self, sequence: Sequence) -> bool | Held:
-        """Place a request on workers that admit it. Return False if none does, HELD if workers have enough prompts."""
+        """Place a request on workers that admit it. Return False if no worker does, and HELD if workers have enough
+        prompts.
+        """
         again = sequence.placed >= 0
         sequence.computed = 0
         cached = self._cached_tokens(sequence)
@@ -213,13 +216,13 @@ class SimulatedGateway:
         return False
 
     def _cached_tokens(self, sequence: Sequence) -> dict[str, int]:
-        """Return how many tokens of a context each host has cached, as far as the gateway knows."""
+        """Return the number of a context's tokens that each host has cached, to the gateway's knowledge."""
         return self.attempts.cached_tokens(sequence, (sequence.context - 1) // self._block_tokens)
 
     # ---- the end
 
     def _refused(self, sequence: Sequence, refusal: NoRoomError) -> None:
-        """Have a refused client come back when it was told to, or end its request."""
+        """Let a refused client come back at the time that it was told, or end its request."""
         if sequence.retries < self._options.retries:
             sequence.retries += 1
             self._events.after(refusal.seconds, self._receive, sequence)
@@ -253,7 +256,7 @@ class SimulatedGateway:
         gaps = run.gaps().tolist()
         joined = [sequence.group for sequence in run.joined]
         for group, rows in run.by_group.items():
-            # The gap before the first tokens of those that join is the handoff.
+            # For sequences that join, the gap before their first tokens is the handoff.
             counts = [rows - joined.count(group), *[rows] * (run.steps - 1)]
             for seconds, count in zip(gaps, counts):
                 self._control.note_gap(worker.name, running, seconds, group or DEFAULT, now, count)

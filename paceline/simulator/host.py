@@ -47,7 +47,7 @@ class Host:
         self._profile = profile
         self._hints = hints
         self._free_at = 0.0
-        """Instant at which the network into the host has moved all that was requested."""
+        """Instant at which the network into the host will have moved all requested blocks."""
         self._fetched_bytes = self._fetch_seconds = 0.0
         blocks = max(1, self.tokens // block_tokens)
         self.ledger = Ledger(LAYOUT, blocks, math.inf, policy(blocks))
@@ -94,7 +94,7 @@ class Host:
         held.session = session
 
     def extend(self, sequence: Sequence, length: int, now: float) -> int:
-        """Add blocks so that more tokens fit after the first `length` ones. Return how many tokens fit then.
+        """Add blocks so that more tokens fit after the first `length` ones. Return the number of tokens that then fit.
 
         Raises BusyError if there are no blocks.
         """
@@ -105,14 +105,14 @@ class Host:
         return held.capacity
 
     def release(self, sequence: Sequence, now: float) -> None:
-        """Give back the blocks of a sequence. Those that are sealed stay cached."""
+        """Give back the blocks of a sequence. Sealed blocks stay cached."""
         if (held := sequence.held.pop(self.name, None)) is not None:
             self.ledger.release(held.session, held.key, now)
 
     # ---- the network
 
     def receive(self, tokens: float, now: float) -> float:
-        """Return the instant at which the blocks of so many tokens have come from other hosts."""
+        """Return the instant at which the blocks of `tokens` tokens have come from other hosts."""
         moved = tokens * self._profile.token_bytes
         seconds = moved / self._profile.transfer_bytes
         self._fetched_bytes += moved
@@ -128,8 +128,9 @@ class Host:
         return self._fetched_bytes / self._profile.token_bytes / self._fetch_seconds
 
     def store(self, sequence: Sequence, blocks: int, now: float) -> None:
-        """Put the first blocks of a context into the cache. They have come from another host. Without room, nothing
-        happens."""
+        """Put the first blocks of a context, which have come from another host, into the cache. Do nothing if there is
+        no room.
+        """
         key = Key(f"prefix of {sequence.number}", sequence.attempt, 0)
         tokens = blocks * BASE_TOKENS
         names = sequence.block_names(blocks)
@@ -144,7 +145,7 @@ class Host:
     # ---- the cache
 
     def publish(self) -> None:
-        """Tell the gateway which blocks became or ceased to be reusable."""
+        """Tell the gateway about blocks that became or ceased to be reusable."""
         self._hints.apply(self.number, self.ledger.take_events())
 
     def counts(self) -> Counts:

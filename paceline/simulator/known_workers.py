@@ -1,4 +1,4 @@
-"""The workers as the gateway of a simulation knows them: what heartbeats said, and its own calls since."""
+"""The workers as the gateway of a simulation knows them: figures from their heartbeats, and its own later calls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class KnownWorkers:
         self._events = events
         self._max_model_len = max_model_len
         self._changed: set[SimulatedWorker] = set()
-        """Workers of which the table does not know the newest figures."""
+        """Workers whose newest figures are not in the table yet."""
 
     def join(self, worker: SimulatedWorker) -> None:
         """Note a worker that is ready."""
@@ -51,7 +51,7 @@ class KnownWorkers:
         self._changed.add(worker)
 
     def withdraw(self, worker: SimulatedWorker) -> None:
-        """Give a worker nothing new."""
+        """Place no new requests on a worker."""
         self._table.remove(worker.name)
 
     def forget(self, worker: SimulatedWorker) -> None:

@@ -1,4 +1,4 @@
-"""The real planner in a simulated fleet: reports from what happens, actions that take their time."""
+"""The real planner in a simulated fleet: it reads reports about this fleet, and its actions take their time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class _Load:
 
 
 class SimulatedPlanner:
-    """Calls the planner in its interval and carries out what it decides.
+    """Calls the planner at its interval and carries out its decisions.
 
     Args:
-        goes_on: whether there is more to simulate.
+        goes_on: returns whether there is more to simulate.
     """
 
     def __init__(

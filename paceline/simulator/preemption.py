@@ -19,7 +19,7 @@ class Preemption:
     """Gives rows more blocks, and takes them from others.
 
     Args:
-        move: a function that ends an attempt, whose request goes on elsewhere.
+        move: a function that ends an attempt, so that its request continues on another worker.
     """
 
     def __init__(self, events: Events, recorder: SimulationRecorder, move: Callable[[Sequence], object]) -> None:
@@ -43,7 +43,7 @@ class Preemption:
         """Take the blocks of a sequence."""
         self._recorder.preemptions += 1
         if worker.rows.has(sequence):
-            # It keeps its place, and computes its context again when there are other blocks.
+            # It keeps its place, and computes its context again when it gets other blocks.
             worker.rows.leave(sequence)
             worker.host.release(sequence, self._events.now)
             sequence.attempt += 1
@@ -53,7 +53,7 @@ class Preemption:
             self._move(sequence)
 
     def retry(self, host: Host) -> None:
-        """Let sequences of a host that were preempted go on, in order, if there are blocks."""
+        """Let preempted sequences of a host continue, in order, if there are blocks."""
         short = self._short.pop(host, ())
         for worker in sorted(short, key=lambda waiting: waiting.number):
             while worker.preempted and worker.state == "ready":

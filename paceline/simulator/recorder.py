@@ -45,7 +45,7 @@ class Times:
         self.total += seconds * times
 
     def add_all(self, seconds: NDArray[np.float64], times: float) -> None:
-        """Count some times, each as often as `times` says."""
+        """Count several times, each as often as `times` says."""
         buckets = ((np.log(np.maximum(seconds, 1e-5)) - _LEAST) / _WIDTH).astype(np.intp)
         np.add.at(self._counts, np.minimum(buckets, _BUCKETS - 1), times)
         self.count += times * len(seconds)
@@ -62,7 +62,7 @@ class Times:
         return whole
 
     def percentile(self, share: float) -> float:
-        """Return the time of this share, at most 0.5 % off; 0 if there are none."""
+        """Return the percentile at `share`, at most 0.5 % off; 0 if there are no times."""
         if not self.count:
             return 0.0
         bucket = int(np.searchsorted(np.cumsum(self._counts), share * self.count - 1e-9))
@@ -101,7 +101,7 @@ class ClassRecord:
     queued: array[float] = field(default_factory=lambda: array("d"))
     """Seconds from arrival to the first placement."""
     mean_itl: array[float] = field(default_factory=lambda: array("d"))
-    """Mean time between tokens of each request that has two."""
+    """Mean time between tokens of each request with at least two tokens, in seconds."""
     seconds: array[float] = field(default_factory=lambda: array("d"))
     """Times from arrival to end."""
     itl: Times = field(default_factory=Times)
@@ -110,7 +110,7 @@ class ClassRecord:
 
 @dataclass(slots=True)
 class Recent:
-    """The traffic of one class since a planner looked last."""
+    """The traffic of one class since the planner's last report."""
 
     arrivals: int = 0
     finished: int = 0
@@ -124,7 +124,7 @@ class Recent:
 
 
 class SimulationRecorder:
-    """Collects what happens.
+    """Collects the measurements of a simulation.
 
     Args:
         token: delay from the end of a step until clients have its tokens.
@@ -138,7 +138,8 @@ class SimulationRecorder:
         self.preemptions = 0
         self._objectives = objectives
         self._token_seconds = token.seconds
-        # Series of equal seeds have equal orders, so with the seed of the steps, delays would follow their times.
+        # Series with equal seeds have equal orders. With the seed of the steps, delays would be correlated with their
+        # times.
         self.token_ratios = ratios_of(token.spread, seed + _OWN_SEEDS)
         self._delivered: dict[int, float] = {}
         """Instant at which clients had the newest token of each worker, by its number."""

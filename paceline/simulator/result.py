@@ -45,7 +45,7 @@ class MinuteResult(NamedTuple):
     """Percentiles in seconds, at most 4.5 % off."""
     ttft_p99: float
     itl_p50: float
-    """Median of the requests' mean times between tokens, in seconds."""
+    """Median over the requests of their mean times between tokens, in seconds."""
     itl_p99: float
 
 
@@ -94,13 +94,13 @@ class Level(NamedTuple):
     starting: int
     draining: int
     running: int
-    """Requests that have arrived and not ended."""
+    """Number of requests that have arrived and not ended."""
     waiting: int
-    """Requests for which no worker has room."""
+    """Number of requests for which no worker has room."""
     kv_used: float
     """Share of the blocks of all hosts that requests use."""
     devices: float
-    """Devices that all workers occupy, also those that start or drain."""
+    """Number of devices that all workers occupy, including workers that are starting or draining."""
     cost: float
     """Cost of the devices for an hour, in the currency of the profile."""
 
@@ -120,10 +120,10 @@ class Result:
     device_seconds: float
     """Devices times the seconds for which workers occupied them."""
     cost: float
-    """Price of these seconds, in the currency of the profile."""
+    """Price of the device-seconds, in the currency of the profile."""
     preemptions: int
     busy: dict[str, float]
-    """By role, the share of the time in which workers computed."""
+    """For each role, the share of the time in which its workers computed."""
     levels: list[Level]
     decisions: list[Decision]
     """Decisions of the planner that changed the fleet."""

@@ -1,4 +1,5 @@
-"""The decoding sequences of one worker. They advance together, so some steps of all of them take constant time.
+"""The decoding sequences of one worker. They advance together, so simulating many steps of all of them takes constant
+time.
 
 Instants are counted in steps of the worker. Between two steps at which a sequence ends or needs blocks, nothing about
 the rows changes but the length of their contexts.
@@ -56,16 +57,16 @@ class SimulatedRows:
 
     @property
     def growth(self) -> float:
-        """Tokens by which one step makes all contexts together longer; a mean if there are drafts."""
+        """Number of tokens by which one step lengthens all contexts together; a mean if there are drafts."""
         return self.count * self._yields.mean
 
     @property
     def context(self) -> float:
-        """Tokens of all contexts together that the next step reads."""
+        """Number of tokens, over all contexts, that the next step reads."""
         return self._lengths + (self.count * self.step - self._steps) * self._yields.mean
 
     def join(self, sequence: Sequence, capacity: int) -> None:
-        """Add a sequence with the next step.
+        """Add a sequence, which decodes from the next step on.
 
         Args:
             capacity: tokens that fit into its blocks.
@@ -83,7 +84,7 @@ class SimulatedRows:
         self.grown(row, capacity)
 
     def grown(self, row: SimulatedRow, capacity: int) -> None:
-        """Note the capacity of a row's blocks: it needs more before it has so many tokens."""
+        """Note the new capacity of a row's blocks. The row needs more blocks before it has that many tokens."""
         room = capacity - LOOKAHEAD_TOKENS - row.joined_len
         index = _index(row.sequence)
         row.grow_step = max(self.step + 1, row.joined_step + self._yields.steps(index, max(room, 0)))
@@ -132,5 +133,5 @@ class SimulatedRows:
 
 
 def _index(sequence: Sequence) -> int:
-    """Return where a sequence begins in the series of yields; a later attempt begins elsewhere."""
+    """Return the index in the series of yields at which a sequence begins. A later attempt has another index."""
     return (sequence.number * 7919 + sequence.done * 31) % SIZE

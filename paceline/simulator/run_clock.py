@@ -1,4 +1,6 @@
-"""The steps under way of a simulated worker, and the event at their end, which moves if they are cut or paused."""
+"""The steps under way of a simulated worker, and the event at their end. The event moves if the steps are cut or
+paused.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from paceline.simulator.steps import Run
 
 
 class RunClock:
-    """At most one run at a time.
+    """Holds at most one run of steps at a time.
 
     Args:
         ended: called with a run whose time is over.
@@ -29,10 +31,10 @@ class RunClock:
         self._resumed = 0.0
 
     def begin(self, run: Run, speed: float = 1.0) -> None:
-        """Let steps begin. They replace those that are under way.
+        """Let steps begin. They replace the steps that are under way.
 
         Args:
-            speed: seconds of their work that are done in a second.
+            speed: seconds of the steps' work that are done in one second.
         """
         self.run, self._speed = run, speed
         self._go_on(max(0.0, run.begin + run.seconds(run.steps) - self._events.now))
@@ -45,7 +47,7 @@ class RunClock:
             self.begin(run)
 
     def steps_begun(self) -> int:
-        """Return how many steps of the run have begun."""
+        """Return the number of steps of the run that have begun."""
         run = self.run
         if run is None or run.steps == 1 or self._is_paused:
             return 0 if run is None else run.steps
@@ -85,7 +87,7 @@ class RunClock:
         return max(0.0, self._left - self._speed * (self._events.now - self._resumed))
 
     def _go_on(self, seconds: float) -> None:
-        """Have the step end when so many seconds of work are done."""
+        """Schedule the end of the step after `seconds` more seconds of work."""
         self._version += 1
         self._left, self._resumed = seconds, self._events.now
         self._events.after(seconds / self._speed, self._end, self._version)

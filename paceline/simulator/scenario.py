@@ -44,7 +44,7 @@ class Scenario:
     """Decode workers at the begin."""
     objectives: Objectives = field(default_factory=Objectives)
     is_aggregated: bool = False
-    """Whether all of these workers are alike: each computes prompts and decodes."""
+    """Whether all workers are alike, and each computes prompts and decodes."""
     workers_per_host: int = 8
     """Workers on one host. Ignored if the workers of the profile share cores, because a host then has one worker of
     each role."""
@@ -58,11 +58,11 @@ class Scenario:
     plans: bool = False
     """Whether the planner changes the fleet."""
     hint_seconds: float = 0.5
-    """Time after which the gateway knows which blocks hosts have."""
+    """Time after which the gateway learns of changes to the hosts' cached blocks, in seconds."""
     heartbeat_seconds: float = 1.0
     seed: int = 0
     is_coalesced: bool = True
-    """Whether steps between two changes are one event. The results are the same, but come much sooner."""
+    """Whether all steps between two changes are one event. This gives the same results in much less time."""
 
     @property
     def name(self) -> str:
@@ -73,13 +73,13 @@ class Scenario:
         return f"{self.prefill} prefill and {self.decode} decode workers{cache}"
 
     def together(self) -> Scenario:
-        """Return a fleet on as many devices whose workers are all alike."""
+        """Return an aggregated fleet, whose workers are all alike, on the same number of devices."""
         shares = self.profile.turns is not None
         count = max(self.prefill, self.decode) if shares else self.prefill + self.decode
         return dataclasses.replace(self, prefill=0, decode=count, is_aggregated=True)
 
     def check(self) -> None:
-        """Raise ConfigError if there is no such fleet."""
+        """Raise ConfigError if such a fleet is impossible."""
         if self.prefill < 0 or self.decode < 0 or (self.decode < 1 and not (self.is_aggregated and self.prefill)):
             raise ConfigError("a fleet needs at least one decode worker: --decode 1")
         if self.workers_per_host < 1:

@@ -12,14 +12,14 @@ from paceline.simulator.scenario import Scenario
 MOST_WORKERS = 4096
 """Most workers of one role that are tried."""
 FASTER = 0.02
-"""Share by which more workers must at least make requests faster, or even more of them would not help."""
+"""Least relative gain in speed from more workers. With a smaller gain, further workers would not help."""
 
 Try = Callable[[Scenario], Result]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A fleet and what became of it."""
+    """A fleet and its result."""
 
     scenario: Scenario
     result: Result
@@ -38,11 +38,11 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
     """Return the fleet with the fewest workers of each role that meets the objectives.
 
     More workers are assumed to be never worse. First both roles grow until the objectives are met. Then one role after
-    the other shrinks as far as they are still met: the dearer one first, and both once more, because a role may need
-    fewer workers after the other one has found its number.
+    the other shrinks as far as the objectives are still met. The more expensive role shrinks first, and both shrink
+    once more, because a role may need fewer workers after the other one has found its number.
 
     Args:
-        scenario: fleet to begin with. A role that it has none of stays without workers.
+        scenario: fleet to begin with. A role without workers stays without workers.
         attempt: a function that simulates a scenario.
 
     Raises MissedError if no fleet meets the objectives.
@@ -81,7 +81,9 @@ def _is_better(result: Result, before: Result) -> bool:
 
 
 def _served(result: Result) -> tuple[int, int, float]:
-    """Return how many requests met their objectives, how many got an answer, and the seconds of these in all."""
+    """Return the number of requests that met their objectives, the number that got an answer, and the total seconds of
+    the latter.
+    """
     classes = result.classes.values()
     return (
         sum(each.good for each in classes),

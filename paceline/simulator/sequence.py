@@ -1,4 +1,4 @@
-"""One request in a simulation: what is known of it, where it runs, and what it has so far."""
+"""One request in a simulation: its known facts, its workers, and its tokens so far."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.engine.prompt_order import Arrival
 
 
 def block_name(number: int) -> bytes:
-    """Return the name of a block of a trace as the ledger wants it."""
+    """Return the name of a block of a trace in the ledger's form."""
     return number.to_bytes(HASH_BYTES, "big")
 
 
@@ -43,24 +43,24 @@ class Sequence:
     names: list[bytes]
     """Names of full blocks of the context, as far as they are known."""
     owner: str = ""
-    """Name of its key, which shares with other keys that wait."""
+    """Name of its API key. Waiting requests of different keys share the room."""
     priority: int = 0
     """Lower is more urgent."""
     received: float = 0.0
-    """Instant at which its client sent it last."""
+    """Instant at which its client last sent it."""
     retries: int = 0
-    """Times that its client came back after a refusal."""
+    """Number of times that its client came back after a refusal."""
     background: bool = False
     """Whether nobody waits for it."""
     wanted_seconds: float | None = None
     """Objective for the time to first token, in seconds from arrival; None if there is none."""
     waits_since: float = 0.0
-    """Instant at which it came to the queue last."""
+    """Instant at which it last entered the queue."""
     attempt: int = 0
     done: int = 0
     """Tokens of the answer that the client has."""
     context: int = 0
-    """Tokens that the present attempt began with: the prompt, and what earlier attempts gave."""
+    """Number of tokens with which the present attempt began: the prompt, and the tokens of earlier attempts."""
     cached: int = 0
     """Tokens of the context that the computing worker found in its host's cache."""
     computed: int = 0
@@ -68,24 +68,24 @@ class Sequence:
     prompt_arrival: Arrival | None = None
     """Arrival among the prompts of its worker; None until a step could include the prompt."""
     is_handed_over: bool = False
-    """Whether another worker than the one that computes the prompt decodes, in the present attempt."""
+    """Whether, in the present attempt, the decode worker is another worker than the one that computes the prompt."""
     changes_hosts: bool = False
     """Whether the other worker is on another host."""
     held: dict[str, HeldLease] = field(default_factory=dict)
     """Leases of the attempt, by host."""
     sent: int = 0
-    """Prompt tokens of the attempt that count as queued on the computing worker."""
+    """Number of the attempt's prompt tokens that count as queued on the computing worker."""
     moved: float = 0.0
     """Instant at which the decode worker's host has all blocks except those of the last chunk."""
     failed: frozenset[str] = frozenset()
     first_token: float = -1.0
     """Instant of the first token; negative before it."""
     last_token: float = 0.0
-    """Instant of the newest token; only kept at joins, leaves and ends."""
+    """Instant of the newest token. It is only updated at joins, leaves and ends."""
     placed: float = -1.0
     """Instant of the first placement."""
     starts: int = 0
-    """Attempts that had their blocks."""
+    """Number of attempts that got their blocks."""
     first_cached: int = -1
     """Cached tokens of the first attempt."""
     is_over: bool = False
@@ -102,12 +102,14 @@ class Sequence:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Time within which its next token is wanted: 0 if its client has tokens already."""
+        """Limit for the time to first token, in seconds from arrival; 0 if its client already has tokens. None without
+        a limit.
+        """
         return self.wanted_seconds if self.done == 0 else 0.0
 
     @property
     def left(self) -> int:
-        """Tokens of the answer that the client does not have."""
+        """Number of tokens of the answer that the client does not have yet."""
         return self.answer_tokens - self.done
 
     def block_names(self, count: int) -> list[bytes]:

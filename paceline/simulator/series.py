@@ -1,6 +1,6 @@
 """Random series with sums in constant time, so that many steps can be simulated at once.
 
-A series repeats after SIZE values. Whoever uses it begins at an index of its own.
+A series repeats after SIZE values. Each user of a series begins at its own index.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Ratios:
         return self._array[np.arange(index, index + count) % SIZE]
 
     def seconds(self, index: int, steps: int, first: float, growth: float) -> float:
-        """Return the time of some steps: the sum of (first + i * growth) * ratio over the steps i = 0, 1, …
+        """Return the time of `steps` steps: the sum of (first + i * growth) * ratio over the steps i = 0, 1, …
 
         Args:
             index: index of the first step's ratio.
@@ -60,7 +60,9 @@ class Ratios:
         return seconds
 
     def steps_within(self, seconds: float, index: int, most: int, first: float, growth: float) -> int:
-        """Return after how many steps, at most `most`, at least `seconds` are over. The others are as in `seconds`."""
+        """Return the number of steps, at most `most`, after which at least `seconds` have passed. For the other
+        arguments see `seconds`.
+        """
         return bisect.bisect_left(range(most), seconds, key=lambda steps: self.seconds(index, steps, first, growth))
 
 
@@ -89,11 +91,11 @@ class Yields:
         """Whether all steps give one token."""
 
     def tokens(self, index: int, steps: int) -> int:
-        """Return how many tokens some steps give, the first of which has this index."""
+        """Return the number of tokens that `steps` steps give; the first of them has this index."""
         return steps if self.is_one else self._sum(index + steps) - self._sum(index)
 
     def steps(self, index: int, tokens: int) -> int:
-        """Return the least number of steps that give at least so many tokens."""
+        """Return the least number of steps that give at least `tokens` tokens."""
         if self.is_one:
             return tokens
         rounds, rest = divmod(self._sum(index) + tokens, self._sums[-1])

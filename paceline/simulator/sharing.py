@@ -1,4 +1,4 @@
-"""Work that is done side by side on one core: while there are n pieces of it, each takes n times as long."""
+"""Work that is done side by side on one core: while n pieces are under way, each takes n times as long."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Sharing:
         self._left: dict[Callable[[], object], float] = {}
         """Seconds that each piece would still take alone, by the function to call at its end."""
         self._since = 0.0
-        """Instant for which these numbers hold."""
+        """Instant for which the numbers in `_left` hold."""
         self._version = 0
         """Grows with every change of the next end, so that events of earlier ones are ignored."""
 

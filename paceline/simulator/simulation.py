@@ -1,4 +1,4 @@
-"""A simulation from its begin to its end, and its result as a value that is JSON."""
+"""A simulation from its beginning to its end, and its result as a value with JSON."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Simulation:
         return not self._is_over or self._running > 0
 
     def _next(self) -> None:
-        """Wait for the next request of the trace."""
+        """Schedule the arrival of the trace's next request."""
         entry = next(self._requests, None)
         if entry is None:
             self._is_over = True
@@ -139,7 +139,7 @@ def simulate(scenario: Scenario, trace: LoadTrace) -> Result:
     Raises ConfigError if the scenario contradicts itself.
     """
     simulation = Simulation(scenario, trace)
-    # Millions of blocks stay for long, and hardly any of the objects that go are in cycles.
+    # Millions of blocks live long, and hardly any freed object is part of a cycle.
     was_enabled = gc.isenabled()
     gc.disable()
     try:

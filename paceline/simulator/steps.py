@@ -40,26 +40,28 @@ class Run:
     growth: float
     """Seconds by which each step is longer than the one before it."""
     chunks: list[tuple[Sequence, int]]
-    """Prompts of the step, and how many tokens of each. With any, there is one step."""
+    """Prompts of the step, with the number of tokens of each. A run with prompts has only one step."""
     rows: int
     """Decoding sequences in each step."""
     context: float
-    """Tokens that the first step reads for them."""
+    """Number of context tokens that the first step reads for the decoding sequences."""
     by_group: dict[str, int]
-    """The same by class of requests."""
+    """Number of decoding sequences by class of requests."""
     joined: list[Sequence]
     """Sequences that decode in these steps for the first time."""
     is_long: bool
-    """Whether the step after it is not planned before it ends, see `engine/prompt_order.py`."""
+    """Whether the next step is planned only after this one has ended; see `engine/prompt_order.py`."""
     waited: float
-    """Seconds from the end of the step before until the first one began; 0 if all rows have just joined."""
+    """Seconds from the end of the previous step to the beginning of the first one; 0 if all rows have just joined."""
 
     def seconds(self, steps: int) -> float:
         """Return the time of the first `steps` steps."""
         return self.ratios.seconds(self.index, steps, self.first, self.growth)
 
     def gaps(self) -> NDArray[np.float64]:
-        """Return the time between two tokens that each step ends, for rows that have not just joined."""
+        """Return, for each step, the time between its tokens and the tokens before them, for rows that have not just
+        joined.
+        """
         gaps = (self.first + self.growth * np.arange(self.steps)) * self.ratios.values(self.index, self.steps)
         gaps[0] += self.waited
         return gaps
@@ -68,11 +70,11 @@ class Run:
 def plan_prompts(
     waiting: Iterable[Sequence], order: PromptOrder, budget: int, tokens_per_second: float, now: float
 ) -> list[tuple[Sequence, int]]:
-    """Return the prompts of the next step and how many tokens of each, as `Scheduler.plan` does.
+    """Return the prompts of the next step and the number of tokens of each, as `Scheduler.plan` chooses them.
 
     Args:
         waiting: prompts in the order of their arrival.
-        budget: the most tokens of the step, without those of decoding sequences.
+        budget: the most tokens of prompts in the step.
         tokens_per_second: measured rate of prompts; 0 if it is unknown.
         now: the simulated instant, in seconds.
     """

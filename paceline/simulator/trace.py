@@ -29,7 +29,7 @@ class TraceRequest(NamedTuple):
     session: str = ""
     """Conversation of the request, if known. The simulator does not need it."""
     owner: str = ""
-    """Name of its key. Keys share what there is if requests wait."""
+    """Name of its API key. Keys share the room if requests wait."""
     priority: int = 0
     """Lower is more urgent."""
 

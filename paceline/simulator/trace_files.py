@@ -1,6 +1,6 @@
 """Reading traces: files of JSON lines, in Mooncake's format or as `--record-trace` of a gateway writes them.
 
-The second is the first with more fields; see `services/gateway/telemetry/trace_recorder.py`.
+The second format is the first one with more fields; see `services/gateway/telemetry/trace_recorder.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.core.kv_layout import BASE_TOKENS
 from paceline.simulator.trace import LoadTrace, TraceRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
-"""Tokens of a block in Mooncake's traces, which do not say it."""
+"""Tokens of a block in Mooncake's traces. The files themselves do not name it."""
 
 
 def read_trace(path: Path) -> LoadTrace:
     """Read a trace. Its first request arrives at 0 seconds.
 
-    Requests that got no token, because they were refused or failed, are left out: nobody knows how long their answers
-    would have been.
+    Requests that got no token, because they were refused or failed, are left out, because the lengths of their answers
+    are unknown.
 
     Raises ConfigError, which names the line that is wrong.
     """

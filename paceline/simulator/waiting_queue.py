@@ -26,13 +26,10 @@ class _Turn(Turn):
 class WaitingQueue:
     """The requests for which no worker has room.
 
-    Args:
-        max_waiting: the most ordinary requests that wait.
-        queue_seconds: the longest time for which they wait.
-        attempt: a function that places a request, and returns whether it did, or HELD if the request is held back. It
-            may also end the request.
-        refuse: a function that takes a request which must not wait any longer, and the reason.
-        seed: decides when requests try again by themselves.
+    Args: max_waiting: the most ordinary requests that wait. queue_seconds: the longest time for which they wait.
+        attempt: a function that tries to place a request, and returns whether it has, or HELD if the request is held
+        back. It may also end the request. refuse: a function that takes a request which must not wait any longer, and
+        the reason. seed: decides when requests try again by themselves.
     """
 
     def __init__(
@@ -65,7 +62,7 @@ class WaitingQueue:
         return (turn.sequence for turn in self._state)
 
     def admit(self, sequence: Sequence, claim: QueueClaim) -> None:
-        """Place a request now, or as soon as it is its turn and there is room, or refuse it."""
+        """Place a request now, or as soon as it is its turn and there is room, or else refuse it."""
         if claim.background:
             self._use_idle_room(sequence)
             return
@@ -123,7 +120,9 @@ class WaitingQueue:
                 return
 
     def _poll_later(self) -> None:
-        """Have the first request try again soon, as in the gateway, which does not hear of all room that comes."""
+        """Let the first request try again soon, as in the real gateway, which does not learn of all room that becomes
+        free.
+        """
         if not self._is_polling:
             self._is_polling = True
             self._events.after(self._random.uniform(*POLL_SECONDS), self._poll)

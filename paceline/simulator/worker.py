@@ -1,8 +1,8 @@
 """A worker that only takes time: the rules of `engine/scheduler.py`, with steps whose times come from a profile.
 
 While only decoding sequences run, the steps until the next change are one event, whose end is a sum in constant time.
-If something comes meanwhile, the event is cut at the boundary of a step. `is_coalesced=False` makes an event of each
-step; a test compares both, and another one compares this with the engine's own scheduler.
+If work comes meanwhile, the event is cut at the boundary of a step. `is_coalesced=False` makes an event of each step; a
+test compares both, and another one compares this with the engine's own scheduler.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SimulatedWorker:
 
     Args:
         number: distinguishes it from all other workers; it decides which part of the series of ratios it has.
-        cores: what it shares with other workers of its host; None if its device is its own.
+        cores: the cores that it shares with other workers of its host; None if its device is its own.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class SimulatedWorker:
         """Session at the host's ledger: an odd number, as for every worker."""
         self.state: State = "starting"
         self.since = events.now
-        """Instant at which it came into this state."""
+        """Instant at which the worker entered its present state."""
         self.admitted: dict[Sequence, None] = {}
         """Sequences that occupy a place, in the order of their admission."""
         self.preempted: list[Sequence] = []
-        """Sequences that lost their blocks and wait for others, in order."""
+        """Sequences that lost their blocks and wait for new ones, in order."""
         self.queued_tokens = 0
-        """Prompt tokens that it has accepted and not computed."""
+        """Number of prompt tokens that it has accepted but not computed yet."""
         self.tokens_per_second = 0.0
         self.busy_seconds = 0.0
         self.steps = 0
@@ -83,11 +83,11 @@ class SimulatedWorker:
         self.clock = RunClock(events, self._end)
         """The steps under way."""
         self._is_ending = False
-        """Whether the ends of steps are being told, so that the next ones are not planned yet."""
+        """Whether the owner is being told of the ends of steps, so that the next steps are not planned yet."""
         self._planned_speed: float | None = None
         """The measured rate of prompts when the next step was planned, if it was planned ahead."""
         self._lingering = 0
-        """Sequences that ended with the last step, but were still there when the next one was planned."""
+        """Number of sequences that ended with the last step, but were still there when the next one was planned."""
         self._ended = 0.0
         """Instant at which the newest steps ended."""
         self.take_role(role)
@@ -129,7 +129,7 @@ class SimulatedWorker:
         self._begin()
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, at the end of the step under way at the latest. It keeps the tokens that it has."""
+        """Forget a sequence, by the end of the step under way at the latest. It keeps its tokens so far."""
         if self._prompts.pop(sequence, None) is not None:
             self.queued_tokens -= max(0, sequence.left_len)
         self._joining.pop(sequence, None)
@@ -155,7 +155,7 @@ class SimulatedWorker:
         self.clock.begin(run)
 
     def stop(self) -> list[Sequence]:
-        """End at once. Return all sequences that were here, with the tokens that they have."""
+        """End at once. Return all sequences that were here, with their tokens so far."""
         sequences = list(self.admitted)
         for sequence in sequences:
             self.remove(sequence)
@@ -169,7 +169,7 @@ class SimulatedWorker:
     # ---- steps
 
     def _first_step(self) -> int:
-        """Return the first step that can include work that comes now, and end the run before it."""
+        """Return the number of the first step that can include work that comes now, and end the run before it."""
         run = self.clock.run
         if run is None:
             return self.rows.step
@@ -210,7 +210,7 @@ class SimulatedWorker:
                 self.cores.begun(self)
 
     def _plan(self, step: int | None) -> Run | None:
-        """Return the next steps; None if nothing may run in step number `step`. Without a number, everything may."""
+        """Return the next steps; None if nothing may run in step number `step`. If it is None, all work may run."""
         joined = [prompt for prompt, (first, _) in self._joining.items() if step is None or first <= step]
         for sequence in joined:
             _, capacity = self._joining.pop(sequence)
@@ -247,7 +247,7 @@ class SimulatedWorker:
         return Run(now, index, steps, ratios, first, growth, chunks, rows, context, groups, joined, long, waited)
 
     def _end(self, run: Run) -> None:
-        """Tell what steps have led to, and begin the next ones."""
+        """Report the results of steps, and begin the next ones."""
         self._is_ending = True
         self._ended = self._events.now
         is_planned = not run.is_long and self.kit.times.planned_steps > 0
@@ -270,7 +270,7 @@ class SimulatedWorker:
                 self._lingering += 1
                 self.rows.leave(row.sequence)
                 self._owner.ended(self, row.sequence)
-        # Rows that have ended give their blocks back before others take some, or are preempted for them.
+        # Rows that have ended give their blocks back first. Otherwise other rows could be preempted for lack of blocks.
         for row in due:
             if row.is_here:
                 self._owner.needs_blocks(self, row)

@@ -10,13 +10,16 @@ import pytest
 from bench.smoke import COMMANDS
 
 ROOT = Path(__file__).parents[2]
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
+RESULTS = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
 _COMMAND = re.compile(r"`(bench(?:\.[a-z_0-9]+)+)`|python -m ((?:bench|tests)(?:\.[a-z_0-9]+)+)")
 _NO_MEASUREMENTS = {"tests.mutations.run", "bench.smoke"}
 
 
-@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/results.md"])
-def test_every_named_command_is_tried(name: str) -> None:
-    named = {quoted or run for quoted, run in _COMMAND.findall((ROOT / name).read_text())}
+@pytest.mark.parametrize("pages", [[CONTRIBUTING], RESULTS], ids=["contributing", "results"])
+def test_every_named_command_is_tried(pages: list[Path]) -> None:
+    text = "\n".join(page.read_text() for page in pages)
+    named = {quoted or run for quoted, run in _COMMAND.findall(text)}
     assert len(named) > 20
     assert named - _NO_MEASUREMENTS - COMMANDS.keys() == set()
 

@@ -11,7 +11,9 @@ from paceline.core.cache_policy.shadow import Shadow
 _SHADOW_SLOTS = 100
 """Least number of slots of a shadow cache, unless the memory has fewer than twice as many."""
 _SHIFTS = range(1, 5)
-"""One of 2, 4, 8 or 16 blocks is sampled, the fewer the larger the memory is, because each costs time."""
+"""One of 2, 4, 8 or 16 blocks is sampled. The larger the memory, the smaller the share, because each sampled block
+costs time.
+"""
 _DECISIVE = 0.5
 """Lead in hits that makes a ranking the leader, as a share of the slots of a shadow cache."""
 
@@ -41,10 +43,10 @@ class Adaptive(CachePolicy):
         self._shadow_arc = Shadow(self._sampled_arc, self._is_in_use)
         self._shadow_forecast = Shadow(ExpectedHits(sampled, self._forecast.history), self._is_in_use)
         self._nearest: dict[Name, Name | None] = {}
-        """For each block, the nearest block of the sample at or before it in its context."""
+        """For each block, the nearest sampled block at or before it in its context."""
         self._decisive = max(1.0, _DECISIVE * sampled)
         self._lead = 0.0
-        """Blocks that the shadow cache of ARC has found more than the one of the forecast."""
+        """Number of blocks found by ARC's shadow cache minus the number found by the forecast's shadow cache."""
 
     def choose(self) -> Name:
         return self._leader.choose()
@@ -83,14 +85,14 @@ class Adaptive(CachePolicy):
         if self._is_sampled(block):
             self._release_shadows(block.name)
             if block.is_end:
-                self._shadow_forecast.reconsider(block.name)  # it may have changed its class
+                self._shadow_forecast.reconsider(block.name)  # the block may have changed its class
 
     def gone(self, block: Block, evicted: bool) -> None:
         self._forecast.gone(block, evicted)
         self._arc.gone(block, evicted)
         del self._nearest[block.name]
         if not evicted and self._is_sampled(block):
-            self._release_shadows(block.name)  # it may have been in use
+            self._release_shadows(block.name)  # the block may have been in use
 
     def _is_sampled(self, block: Block) -> bool:
         return block.name[1][-1] & self._mask == 0
@@ -104,7 +106,9 @@ class Adaptive(CachePolicy):
         self._shadow_arc.release(name)
 
     def _compare(self, name: Name, parent: Name | None) -> None:
-        """Request a block from both shadow caches, and change the leader if the other one has found enough more."""
+        """Request a block from both shadow caches. If the other ranking's cache is far enough ahead, make that ranking
+        the leader.
+        """
         forecast = self._shadow_forecast.use(name, parent)
         arc = self._shadow_arc.use(name, parent)
         if forecast == arc:

@@ -1,4 +1,6 @@
-"""The base of all cache policies: the known blocks, which block needs which, and what `evict` guarantees."""
+"""The base of all cache policies: the known blocks, the needs of blocks for other blocks, and the guarantees of
+`evict`.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ class CachePolicy(BlockRanking):
         self._blocks: dict[Name, Block] = {}
         self._dependents: defaultdict[Name, int] = defaultdict(int)  # evictable children, by parent
         self._lost: OrderedDict[Name, None] = OrderedDict()
-        """Offered blocks that lack a block which they need: they are evicted first."""
+        """Offered blocks whose parent or partner is missing. They are evicted first."""
         self._evictable = 0
         self._clock = 0
 
@@ -158,7 +160,9 @@ class CachePolicy(BlockRanking):
     # ---- the order of blocks
 
     def _protect(self, names: Iterable[Name]) -> list[Block]:
-        """Pin the named blocks and all blocks that they need. Return those that were evictable, parents first."""
+        """Pin the named blocks and all blocks that they need. Return the ones of these that were evictable, parents
+        first.
+        """
         kept: list[Block] = []
         for name in names:
             path = []
@@ -187,7 +191,7 @@ class CachePolicy(BlockRanking):
         for group in block.partners:
             partner = self._blocks.get((group, block.name[1]))
             if partner is not None and self._withdraw(partner):
-                self._offer(partner)  # it is lost now
+                self._offer(partner)  # the block is lost now
 
     def _is_lost(self, block: Block) -> bool:
         """Return whether no request can use a block, because its parent or a partner is not here."""
@@ -198,7 +202,7 @@ class CachePolicy(BlockRanking):
     def _first_lost(self) -> Name | None:
         """Return an offered block that no request can use; None if there is none.
 
-        A block is offered to the subclass instead if what it lacked has come back.
+        If the block that it lacked has come back, it is offered to the subclass instead.
         """
         while self._lost:
             name = next(iter(self._lost))
@@ -241,7 +245,7 @@ class CachePolicy(BlockRanking):
             self.offer(block)
 
     def _withdraw(self, block: Block) -> bool:
-        """Take a block off offer. Return whether it was on offer."""
+        """Withdraw a block from those that may be evicted. Return whether it was one of them."""
         if not block.offered:
             return False
         block.offered = False

@@ -11,11 +11,12 @@ from paceline.core.cache_policy.ranking import Block, BlockRanking, Name
 
 
 class ExpectedHits(BlockRanking):
-    """Ranks blocks by what a history expects of them. Blocks of one class and age bin go in the order of last use.
+    """Ranks blocks by the hits that a history predicts for them. Among blocks of one class and age bin, the least
+    recently used goes first.
 
     Args:
         slots: number of blocks that the memory can hold.
-        history: what is known of the blocks. It must be told of an event before this ranking is.
+        history: what is known about the blocks. It must hear of each event before this ranking does.
     """
 
     def __init__(self, slots: int, history: History) -> None:
@@ -25,7 +26,7 @@ class ExpectedHits(BlockRanking):
         self._on_offer: list[dict[int, dict[Name, None]]] = [{} for _ in range(KINDS)]  # by class and epoch
         self._epochs: list[list[int]] = [[] for _ in range(KINDS)]  # epochs with blocks on offer, ascending
         self._now = 0
-        self._cell = 0  # no block of the cells before this index is on offer, in the order of epoch `_now`
+        self._cell = 0  # index into the order of epoch `_now`: no cell before it has a block on offer
 
     def offer(self, block: Block) -> None:
         cell = kind, epoch = self._history.kind_and_epoch(block.name)
@@ -73,7 +74,7 @@ class Forecast(CachePolicy):
     - Blocks that were requested again stay longer than blocks that were not.
     - If blocks are requested in a cycle, the newest are evicted.
     - Blocks with a hint form classes of their own, by the time that the hint promises and by how often other hints of
-      its source came true. So a hint is worth as much as what it was worth before.
+      its source came true. So a hint counts as much as earlier hints of its kind turned out to be worth.
     - Before anything is known, blocks with a hint are evicted last. Among the others, the least often used blocks are
       evicted first, and among them the least recently used.
 
@@ -85,7 +86,7 @@ class Forecast(CachePolicy):
     def __init__(self, slots: int, remembered: int = REMEMBERED) -> None:
         super().__init__(slots)
         self.history = History(slots, remembered)
-        """What the policy has learned. It learns whether or not somebody asks it which block to evict."""
+        """Everything that the policy has learned. It learns even while no block has to be evicted."""
         self._ranking = ExpectedHits(slots, self.history)
 
     def choose(self) -> Name:

@@ -1,4 +1,4 @@
-"""Hints: what clients and gateways expect of a context after its request has ended.
+"""Hints: predictions of clients and gateways about the next use of a context after its request has ended.
 
 A hint changes no name and no token, and it pins nothing. It is evidence. A policy counts how often the hints of each
 source come true, and believes them accordingly.
@@ -24,4 +24,6 @@ class Hint:
     seconds: float
     """Time within which these blocks are expected to be requested again."""
     source: bytes = b""
-    """Names who says so and why. Sources whose hints often come true are believed more than others."""
+    """Name of the party that gives the hint and of its reason. Hints of a source count more if its hints often come
+    true.
+    """

@@ -10,10 +10,10 @@ from paceline.core.cache_policy.ranking import Block, Name
 from paceline.core.cache_policy.sources import LEVELS, Sources
 
 REMEMBERED = 1 << 16
-"""Least number of block uses to remember. A small cache must know, too, how long blocks wait that it cannot keep."""
+"""Least number of block uses to remember. A small cache must also learn how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 _FIRST_RANKS = (1, 2, 4)
-"""Earlier epochs after which blocks are ranked, because much is learned in the first ones."""
+"""The first epochs after which blocks are ranked. They come early because much is learned then."""
 
 _MOST_USES = 65
 _USES = (0, *(1 + (again - 1).bit_length() for again in range(1, _MOST_USES + 1)))
@@ -27,9 +27,11 @@ _END = 1
 """The class of a new block that was the last of its context: a follow-up request may not contain it. Such a block
 in a context that continues an earlier one has class _END + 1."""
 _FEW = 2
-"""A block that more requests than this asked for again begins many contexts, which need not be continued."""
+"""A block that was requested again more often than this begins many contexts, so it need not mean that a context is
+continued.
+"""
 _BACKGROUND = 3
-"""A block that only one request has used, which was less urgent than usual."""
+"""A block that only one request has used, and this request was less urgent than usual."""
 _AGAIN = 3
 """A block that was requested again has class _AGAIN plus its range, which is at least 1."""
 _HINTED = _AGAIN + _RANGES
@@ -45,7 +47,7 @@ _ASSUMED = (
     *[None] * (_RANGES - 1),
     *[*[None] * _RANGES, *[_TRUSTED] * _RANGES * (LEVELS - 1)] * (len(_TIMES) + 1),
 )
-"""For each class, the argument of `Hazards`."""
+"""The argument `assumed` of `Hazards`, for each class."""
 KINDS = len(_ASSUMED)
 """Number of classes by which the uses of blocks are counted apart."""
 
@@ -70,14 +72,14 @@ class _Memory:
     """Whether the block was new in a context that continues an earlier one."""
     here: bool = True
     source: bytes | None = None
-    """The source of a hint of which it is not known yet whether it comes true."""
+    """The source of a hint that has neither come true nor lapsed yet; None if there is no such hint."""
 
 
 class History:
-    """Remembers the uses of blocks, evicted ones included, and tells which of them are worth the least.
+    """Remembers the uses of blocks, evicted ones included, and ranks classes and ages of blocks by their worth.
 
-    Time is measured in epochs, each a fixed number of block uses. A block's class and the epoch of its last use are all
-    that its worth depends on.
+    Time is measured in epochs, each a fixed number of block uses. A block's worth depends only on its class and on the
+    epoch of its last use.
 
     Args:
         slots: number of blocks that the memory can hold.
@@ -107,7 +109,7 @@ class History:
         return (_NEW, self.now - HORIZON) if memory is None else (memory.kind, memory.epoch)
 
     def place(self, kind: int, epoch: int) -> int:
-        """Return the index in `order` of the cell of such blocks."""
+        """Return the index in `order` of the cell of blocks of this class and epoch."""
         return self._place[kind][bin_of(self._hazards.now - epoch)]
 
     # ---- events of blocks

@@ -47,6 +47,6 @@ class UseQueue:
         return True
 
     def first(self) -> Name:
-        """Return the name that was not used for longest. The queue must not be empty."""
+        """Return the least recently used name. The queue must not be empty."""
         names = self._spans[self._order[0]]
         return names[min(names)]

@@ -1,4 +1,4 @@
-"""The part of a cache policy that decides: which of the blocks that may be evicted goes first."""
+"""The part of a cache policy that decides the order in which blocks are evicted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ class Place(NamedTuple):
     parent: Name | None = None
     """The block without which this one cannot be reused. It is never evicted before this one."""
     end_tokens: int = 0
-    """Tokens of the context up to the end of the block. Recomputing the block costs more the more there are."""
+    """Tokens of the context up to the end of the block. The more there are, the more it costs to compute the block
+    again.
+    """
     priority: int = 0
     """Priority of the request; lower is more urgent, as in the API."""
     partners: tuple[int, ...] = ()
-    """Groups whose blocks of the same tokens are needed whenever this one is, as parts of a divided group are."""
+    """Groups whose blocks of the same tokens are needed together with this one, such as the parts of a divided group.
+    """
 
 
 NOWHERE = Place()
@@ -39,7 +42,7 @@ class Block:
     """The most urgent priority of the requests that used the block."""
     partners: tuple[int, ...]
     used: int
-    """When the block was last inserted, touched or released, on a clock that counts these events."""
+    """Time at which the block was last inserted, touched or released, on a clock that counts these events."""
     touches: int = 0
     """Number of requests that found the block here."""
     hint: Hint | None = None
@@ -69,11 +72,13 @@ class BlockRanking(ABC):
 
     @abstractmethod
     def offer(self, block: Block) -> None:
-        """Add a block to those on offer: it may be evicted from now on."""
+        """Note that a block may be evicted from now on."""
 
     @abstractmethod
     def withdraw(self, block: Block) -> None:
-        """Take a block off offer, because it is in use, needed by another block, protected, or about to be removed."""
+        """Note that an offered block may no longer be evicted: it is in use, needed by another block, protected, or
+        about to be removed.
+        """
 
     def inserted(self, block: Block) -> None:  # noqa: B027 (most rankings need not know)
         """Note that a block is new. It is in use."""

@@ -1,4 +1,4 @@
-"""A cache of names without blocks, which tells what a ranking would have found."""
+"""A cache of names without blocks, which shows how many blocks a ranking would have kept long enough to be found."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Shadow:
                 self._offer(block)
 
     def reconsider(self, name: Name) -> None:
-        """Rank a block again, because more is known of it."""
+        """Rank a block again, because more is known about it."""
         block = self._blocks.get(name)
         if block is not None and block.offered:
             self._withdraw(block)

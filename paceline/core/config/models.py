@@ -48,7 +48,7 @@ _ADVICE = "docs/operations/models.md shows how to write it"
 
 
 def own_options(service: type[GatewayConfig] | type[ServeConfig]) -> list[str]:
-    """Return the names of the options that a model may have for itself; the other ones hold for all models."""
+    """Return the names of the options that a model's table may set. All other options apply to all models."""
     names = service.model_fields
     return [name for name in names if name not in _NOT and (name in _ALSO or group_of(service, name) in _GROUPS)]
 
@@ -56,8 +56,8 @@ def own_options(service: type[GatewayConfig] | type[ServeConfig]) -> list[str]:
 def model_configs(config: Config) -> list[Config]:
     """Return one config for each model: the options of `config`, overridden by those of the model's table.
 
-    Without --models-file there is one model, whose config is `config`. With it, `model` of `config` is for other
-    services that share a TOML file with this one, and does not count. If the table of a gateway's model names no
+    Without --models-file there is one model, whose config is `config`. With it, `model` of `config` is ignored, because
+    it is meant for other services that share a TOML file with this one. If the table of a gateway's model names no
     cluster, this is the cluster of `config`, a hyphen, and the model's name.
 
     Raises ConfigError if the file cannot be read or is not valid.
@@ -107,7 +107,7 @@ def _model_config(config: Config, where: str, name: str, table: object) -> Confi
 
 
 def _check_apart(configs: Sequence[GatewayConfig] | Sequence[ServeConfig], where: str) -> None:
-    """Raise ConfigError if two models share what each must have for itself."""
+    """Raise ConfigError if two models have the same value of an option in `_APART`."""
     for option in _APART:
         values = [value for config in configs if (value := getattr(config, option, ""))]
         if shared := next((value for value in values if values.count(value) > 1), None):

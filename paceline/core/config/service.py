@@ -18,7 +18,7 @@ KV_TOKENS = 24 * 1024
 Quantization = Literal["auto", "none", "int8", "gguf"]
 """Format of a model's matrices in memory, as the user chooses it."""
 WeightForm = Literal["none", "int8", "gguf", "checkpoint"]
-"""Format of a model's matrices in memory. "checkpoint" is the one in which quantized weights were saved."""
+"""Format of a model's matrices in memory. "checkpoint" is the format of the quantized weights on disk."""
 KVPool = Literal["auto", "arena", "device"]
 """Memory that holds the KV blocks with which a worker computes."""
 RouterMode = Literal["kv", "round-robin"]

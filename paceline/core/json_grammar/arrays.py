@@ -38,7 +38,7 @@ def array_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
 
 
 def _contained(builder: Builder, facts: Facts, rest: Element, low: int, high: int | None) -> list[list[Element]]:
-    """Return alternatives for an array some of whose items fit a schema; none if that is not asked for."""
+    """Return alternatives for an array some of whose items fit a schema; none if the facts have no such condition."""
     given = [schema for schema in facts if "contains" in schema and schema.get("minContains") != 0]
     for schema in facts:
         if "maxContains" in schema or ("contains" in schema and schema not in given[:1] and schema in given):

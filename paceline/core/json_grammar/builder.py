@@ -17,7 +17,9 @@ from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Re
 from paceline.core.json_grammar.strings import Quoting
 
 _MOST_SPELLED = 2_000
-"""Characters of given texts with all their spellings. Each takes up to 30 characters in the grammar."""
+"""Most characters of given texts that are written with all their spellings. Each takes up to 30 characters in the
+grammar.
+"""
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Work:
 
     conjunctions: Conjunctions
     closes: bool
-    """An object has only the members that its schema names, unless the schema speaks of others."""
+    """Whether an object has only the members that its schema names, unless the schema has rules for other members."""
     rules: Rules = field(default_factory=Rules)
     reasons: list[str] = field(default_factory=list)
     """Sentences that say why parts of the schema are impossible."""
@@ -85,7 +87,7 @@ class Builder(ABC):
         return IMPOSSIBLE
 
     def miss(self, facts: Facts, keyword: str, name: str = "") -> None:
-        """Note that a keyword is not enforced, by another name if one is given."""
+        """Note that a keyword is not enforced. It is listed as `name` if that is given."""
         for schema in facts:
             if keyword in schema:
                 self.conjunctions.miss(schema, name or keyword)
@@ -116,7 +118,7 @@ class Builder(ABC):
         return self._anything
 
     def ways_of(self, scalars: Scalars) -> list[Sequence[Element]]:
-        """Return the ways to write one of these scalars. One terminal has as many as possible.
+        """Return the ways to write one of these scalars, as few terminals as possible.
 
         A lexer takes the longest text that a terminal matches, so one of several terminals could hide another.
         """
@@ -135,7 +137,7 @@ class Builder(ABC):
         return ways
 
     def end(self) -> list[Element]:
-        """Return elements for what stands after each value."""
+        """Return elements for the text that must follow each value."""
         return [self.rules.terminal(f"/{self.notation.end}/")] if self.notation.end else []
 
     def constant(self, value: Any) -> Element:
@@ -194,7 +196,7 @@ class Builder(ABC):
         return self.rules.add(self.rules.new(), *ways) if ways else IMPOSSIBLE
 
     def several(self, elements: tuple[Element, ...], low: int, high: int | None) -> Repeat:
-        """Return elements several times, with commas between them."""
+        """Return a repetition of elements, `low` to `high` times, with commas between them."""
         most = None if high is None else max(0, high - 1)
         more = Repeat((self.notation.comma, *elements), max(0, low - 1), most)
         return Repeat((*elements, more), int(low > 0), 1 if high != 0 else 0)

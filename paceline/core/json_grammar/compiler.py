@@ -35,8 +35,9 @@ class SchemaOptions:
     white_space: str | None = _WHITE_SPACE
     """A regular expression for the white space between two JSON tokens; None if there is none."""
     closes: bool = True
-    """An object has only the members that its schema names, unless the schema speaks of others. By the letter of JSON
-    Schema, there may be others."""
+    """Whether an object has only the members that its schema names, unless the schema has rules for other members. By
+    the letter of JSON Schema, there may always be others.
+    """
     is_lenient: bool = False
     """Treat a keyword with an impossible value as not enforced; otherwise it is an error."""
     notation: Notation = JSON_VALUES
@@ -44,7 +45,7 @@ class SchemaOptions:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A grammar, and what it does not enforce."""
+    """A grammar, and the keywords that it does not enforce."""
 
     grammar: str
     unenforced: tuple[Unenforced, ...]
@@ -112,7 +113,7 @@ class _Values(Builder):
         self._limit = limit
         self._known: dict[tuple[object, ...], Element] = {}
         self._kept: list[Any] = []
-        """Schemas by whose identity elements are known."""
+        """Schemas that must stay alive, because elements are looked up by the identity of their schemas."""
 
     @property
     def inside(self) -> Builder:

@@ -1,7 +1,7 @@
 """Conjunctions: a value has to fit all of several schemas, in one of several ways.
 
 The keywords that combine schemas (`$ref`, `allOf`, `anyOf`, `oneOf`, `not`, `if`, `dependentRequired` and others) are
-resolved here. The schemas that are left, called facts, speak of values directly.
+resolved here. The schemas that are left, called facts, describe values directly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.core.json_grammar.document import SchemaDocument
 from paceline.core.json_grammar.languages import matcher_of, matches
 
 Facts = tuple[Mapping[str, Any], ...]
-"""Schemas that all apply, without keywords that combine schemas."""
+"""Schemas without combining keywords. A value must fit all of them."""
 
 EXCLUDED = "\0excluded"
 """A keyword of our own: values that are not allowed."""
@@ -74,7 +74,7 @@ _MOST_NESTED = 8
 
 @dataclass(frozen=True, slots=True)
 class Unenforced:
-    """A keyword that is not enforced, or not in all its parts."""
+    """A keyword that is not enforced, or only partly."""
 
     path: str
     """Names with dots between them, from the root of the schema to the keyword."""
@@ -83,14 +83,14 @@ class Unenforced:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """The part of a schema that speaks of values directly."""
+    """The part of a schema that describes values directly."""
 
     schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Ways one of which has to fit; each is a sequence of parts."""
+    """Alternatives, each a sequence of parts. A value must fit at least one of them."""
 
     ways: tuple[tuple[Any, ...], ...]
 
@@ -228,9 +228,9 @@ class Conjunctions:
                         yield _Choice((({"properties": {name: False}},), ({"required": [name]}, more)))
 
     def _tag(self, way: Any, discriminator: Any) -> Iterator[Any]:
-        """Yield that an alternative has the property that tells it from the others, if it declares this property.
+        """Yield a part that requires the discriminating property of an alternative, if the alternative declares it.
 
-        Readers of such a union need the property, also if the alternative has a default for it.
+        Readers of such a union need the property, even if the alternative has a default for it.
         """
         name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
         if isinstance(name, str) and self._declares(way, name, _MOST_NESTED):
@@ -249,7 +249,7 @@ class Conjunctions:
         return isinstance(ways, list) and bool(ways) and all(self._declares(way, name, depth - 1) for way in ways)
 
     def _negated(self, schema: Any, place: object, keyword: str) -> Iterator[Any]:
-        """Yield parts for the values that do not fit a schema. Note the keyword if that cannot be said in full."""
+        """Yield parts for the values that do not fit a schema. Note the keyword if they cannot be described exactly."""
         negation = self._negation(schema)
         if negation is None:
             self.miss(place, keyword)
@@ -270,7 +270,7 @@ class Conjunctions:
                 return None if any(isinstance(value, list | dict) for value in values) else {EXCLUDED: values}
             case ["type"]:
                 names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-                # No type has all numbers but the whole ones.
+                # There is no type for numbers that are not whole.
                 is_known = _are_names(names) and ("integer" not in names or "number" in names)
                 return {EXCLUDED_TYPES: names} if is_known else None
             case ["not"]:
@@ -296,7 +296,7 @@ class Conjunctions:
         return None
 
     def _negated_property(self, schema: Mapping[str, Any]) -> Any | None:
-        """Return what does not fit a schema of one property, as conditions usually are."""
+        """Return a schema for values that do not fit a schema of one property, which conditions usually have."""
         if not isinstance(schema["properties"], dict) or len(schema["properties"]) != 1:
             return None
         ((name, value),) = schema["properties"].items()
@@ -310,7 +310,7 @@ class Conjunctions:
         return _Choice((differs, absent) if "required" in schema else (differs,))
 
     def _are_apart(self, ways: list[Any]) -> bool:
-        """Return whether it is plain that no value fits two schemas: by their types, or by a property's value."""
+        """Return whether types, or the value of a property, show that no value fits two of these schemas."""
         schemas = []
         for way in ways:
             target = way
@@ -337,7 +337,7 @@ class Conjunctions:
 
 
 def key_of(scalar: Any) -> tuple[bool, Any]:
-    """Return what is equal for equal scalars: 1 is 1.0 in JSON, but not true."""
+    """Return a key that is the same for equal scalars. In JSON, 1 equals 1.0, but not true."""
     return isinstance(scalar, bool), scalar
 
 

@@ -1,4 +1,4 @@
-"""A schema's document: where its parts are, and what references lead to."""
+"""A schema's document: the places of its parts, and the targets of references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SchemaDocument:
     def __init__(self, root: Any) -> None:
         self.root = root
         self._places: dict[int, tuple[int, object]] = {}
-        """Of each part, the identity of the part around it, and the key there."""
+        """For each part, the identity of the part around it, and its key there."""
         self._named: dict[str, Any] = {}
         """Parts with an `$id` or an `$anchor`."""
         self._base = root.get("$id", "") if isinstance(root, dict) and isinstance(root.get("$id"), str) else ""
@@ -40,7 +40,7 @@ class SchemaDocument:
                 self._named.setdefault(f"#{part[key]}", part)
 
     def path(self, part: object) -> str:
-        """Return where a part is, as names with dots between them; "" for the root. Long names and paths are cut."""
+        """Return the path of a part, as names with dots between them; "" for the root. Long names and paths are cut."""
         names: list[str] = []
         at = id(part)
         while at in self._places:
@@ -49,7 +49,7 @@ class SchemaDocument:
         return ".".join(reversed(names))[:_PATH_CHARACTERS]
 
     def resolve(self, reference: object) -> Any:
-        """Return what a reference leads to. Raises ConstraintError if that is not in the document."""
+        """Return the target of a reference. Raises ConstraintError if it is not in the document."""
         if not isinstance(reference, str):
             raise ConstraintError('"$ref" must be a string')
         address, _, fragment = reference.partition("#")
@@ -69,7 +69,7 @@ class SchemaDocument:
 
 
 def _at(root: Any, pointer: str) -> Any:
-    """Return what a JSON pointer leads to; None if there is nothing."""
+    """Return the target of a JSON pointer; None if it does not exist."""
     place = root
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")

@@ -25,10 +25,10 @@ _KIND_OF_KEYWORD = {keyword: kind for kind, keywords in _KINDS.items() for keywo
 
 
 def types_of(facts: Facts, conjunctions: Conjunctions, *, by_keywords: bool) -> frozenset[str]:
-    """Return the types that facts allow. "number" stands for all numbers, "integer" for those without a fraction.
+    """Return the types that facts allow. "number" stands for all numbers, "integer" for numbers without a fraction.
 
     Args:
-        by_keywords: without a type, keywords such as `properties` say what is meant.
+        by_keywords: if no type is given, keywords such as `properties` imply one.
     """
     allowed = TYPES
     for schema in facts:
@@ -124,7 +124,7 @@ def steps(facts: Facts, conjunctions: Conjunctions) -> list[tuple[Mapping[str, A
 
 
 def patterns_of(facts: Facts, conjunctions: Conjunctions, quoting: Quoting = IN_JSON) -> list[tuple[str, bool]]:
-    """Return terminals for texts, and whether a text must match it, from patterns and formats."""
+    """Return terminals for texts from patterns and formats, each with whether a text must match it or must not."""
     found: list[tuple[str, bool]] = []
     for schema in facts:
         if "pattern" in schema:
@@ -146,7 +146,9 @@ def pattern_terminals(
     *,
     every_way: bool = False,
 ) -> list[tuple[str, bool]]:
-    """Return terminals for a pattern, and whether a text must match; none if it cannot be enforced."""
+    """Return terminals for a pattern, each with whether a text must match it or must not; none if it cannot be
+    enforced.
+    """
     try:
         if not isinstance(pattern, str):
             raise PatternError("it must be a string")
@@ -168,7 +170,7 @@ def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]], conjunctions
 
 
 def prefix_length(facts: Facts) -> int:
-    """Return how many first items of an array have schemas of their own."""
+    """Return the number of first items of an array that have schemas of their own."""
     return max((len(_prefix(schema)) for schema in facts), default=0)
 
 
@@ -196,7 +198,7 @@ def item_schemas(facts: Facts, index: int | None) -> list[Any]:
 
 
 def _prefix(schema: Mapping[str, Any]) -> list[Any]:
-    for keyword in ("prefixItems", "items"):  # a list of items is how drafts up to 2019-09 say it
+    for keyword in ("prefixItems", "items"):  # up to draft 2019-09, `items` may be a list
         if isinstance(schema.get(keyword), list):
             return schema[keyword]  # type: ignore[no-any-return]
     return []

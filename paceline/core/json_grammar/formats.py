@@ -1,6 +1,6 @@
 """Formats of strings that are enforced, as patterns: those of JSON Schema that are simple, and some of pydantic's own.
 
-All other formats are annotations, as the specification has it.
+As in the specification, all other formats are annotations.
 """
 
 from __future__ import annotations

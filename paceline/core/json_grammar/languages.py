@@ -17,7 +17,7 @@ _MOST_BYTES = 4096
 
 @functools.lru_cache(maxsize=1)
 def _bytes() -> LLTokenizer:
-    """Return a tokenizer of which each token is one byte."""
+    """Return a tokenizer in which each token is one byte."""
     return LLTokenizer("byte")
 
 
@@ -36,7 +36,7 @@ def is_possible(terminal: str) -> bool:
     matcher.compute_bitmask()
     if not matcher.is_error():
         return True
-    if "NoExtension" in matcher.get_error():  # the library's word for a place after which nothing is possible
+    if "NoExtension" in matcher.get_error():  # the library's word for a state after which nothing can match
         return False
     raise ConstraintError(explain(matcher.get_error(), with_place=False))
 

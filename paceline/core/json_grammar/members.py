@@ -16,7 +16,7 @@ class ObjectMembers:
     """The schemas that govern the members of an object.
 
     Args:
-        closes: an object has only the members that its schemas name, unless they say something of others.
+        closes: an object has only the members that its schemas name, unless they have rules for other members.
     """
 
     def __init__(self, facts: Facts, conjunctions: Conjunctions, *, closes: bool) -> None:
@@ -75,6 +75,6 @@ def _required(schema: Mapping[str, Any], conjunctions: Conjunctions) -> list[str
     value = schema.get("required", [])
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return value
-    if not isinstance(value, bool):  # draft 3 says it of a property
+    if not isinstance(value, bool):  # in draft 3, it is a keyword of a property
         conjunctions.refuse(schema, "required", '"required" must be a list of names')
     return []

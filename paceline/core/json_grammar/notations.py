@@ -38,13 +38,13 @@ class Notation:
     comma: str = '","'
     colon: str = '":"'
     end: str = ""
-    """A regular expression for what stands after each value."""
+    """A regular expression for the text that must follow each value."""
     hides_rules: bool = False
     """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
     types: frozenset[str] = frozenset()
-    """Types as which values are read whose text does not show its type; any if there are none."""
+    """Types that a value may have if its text does not show its type; empty if it may have any."""
     inside: Notation | None = None
-    """The notation of arrays and objects if it is another one."""
+    """The notation of values inside arrays and objects; None if it is the same."""
     of_member: Callable[[frozenset[str]], Notation] | None = None
     """Function of a notation of arguments: takes the types of an argument and returns the argument's notation."""
 
@@ -52,7 +52,7 @@ class Notation:
 def _free_of(mark: str) -> str:
     """Return a regular expression for texts without a mark whose first character it has only once.
 
-    A complement would do, but together with a limit of length it takes the library long to see where nothing follows.
+    A complement would be simpler, but combined with a limit of length it makes the library slow.
     """
     first, *rest = (rf"\x{{{ord(character):X}}}" for character in mark)
     steps = [f"([^{first}{character}][^{first}]*" for character in rest]
@@ -67,7 +67,7 @@ JSON_VALUES = Notation()
 def _spaced(notation: Notation) -> Notation:
     """Return a notation that allows white space around its marks.
 
-    None is allowed after an array or object, because a lexer would take what has to follow it there.
+    No white space is allowed after an array or object, because the lexer would take it from the text that must follow.
     """
     return replace(
         notation,
@@ -148,7 +148,7 @@ _PARAMETER_END = r"\n<\/parameter>\n"
 _ANY_PARAMETER = Quoting(
     PLAIN, unlike=(r"(.|\n)*(\n<\/parameter>|<\/parameter>\s*(<parameter=|<\/function>|<\/tool_call>))(.|\n)*",)
 ).text()
-"""A text without limits may have the tag where no end of the value follows from it."""
+"""A text without limits may contain the tag as long as it does not look like the end of the value."""
 _READ_AS_JSON = {
     "null": "null|None",
     "boolean": "true|false|True|False",

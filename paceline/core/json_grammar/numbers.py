@@ -2,8 +2,8 @@
 
 Twenty digits before and after the point are enough for all 64-bit integers and for every digit of a double. A number
 within bounds may have an exponent if one digit that is not 0 is before its point, as all encoders of JSON write it.
-Numbers with a large exponent must be written so, too, and are about within the range of a double: readers make infinity
-of larger ones.
+Numbers with a large exponent must be written in this form. They stay about within the range of a double, because
+readers turn larger numbers into infinity.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _OVERLAPPING = 3
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Members that are not listed, and how many there may be."""
+    """Members that are not listed, with limits on their number."""
 
     member: Element
     low: int
@@ -78,7 +78,7 @@ def _object(builder: Builder, members: Sequence[Element]) -> list[Element]:
 
 
 def _some(builder: Builder, members: Sequence[Any]) -> Sequence[Element]:
-    """Return elements for members in their order, of which those that are not required may be left out."""
+    """Return elements for members in their order. Members that are not required may be left out."""
     if not members:
         return ()
     _, first, may_be_empty = _range(builder, members, 0, len(members))

@@ -18,7 +18,7 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 """Python's words and JSON's."""
 _SPACE = " \n\r\t"
 _UNREADABLE = (ConstraintError, ValueError, RecursionError)
-"""Errors of schemas that are not enforced."""
+"""Errors after which a schema is not enforced."""
 
 
 class ArgumentTypes:
@@ -53,7 +53,7 @@ class ArgumentTypes:
             return frozenset()
 
     def _schemas(self, name: str | None) -> list[list[Any]]:
-        """Return the schemas one of which an argument has to fit."""
+        """Return lists of schemas. An argument has to fit one of the lists."""
         found = []
         for members in self._ways:
             if name is not None:
@@ -75,7 +75,7 @@ class ArgumentTypes:
 
 
 ANY_TYPES = ArgumentTypes({})
-"""The types of arguments of which nothing is known."""
+"""The types of arguments about which nothing is known."""
 
 
 def argument_types(schema: Any) -> ArgumentTypes:
@@ -92,7 +92,7 @@ def _types_in(text: str) -> ArgumentTypes:
 
 
 def is_text(text: str, types: frozenset[str]) -> bool:
-    """Return whether an argument of these types, one of which is "string", is read as the text that it is."""
+    """Return whether an argument of these types, which include "string", is read as a plain text."""
     return _as_json(text, types) is None
 
 

@@ -36,7 +36,7 @@ class CharacterReader:
 
     Args:
         every_way: allow an escape for every character.
-        escaping: how the characters of the texts are written that the pattern is to match.
+        escaping: how the characters of matching texts are written.
     """
 
     def __init__(self, text: str, every_way: bool, escaping: Escaping) -> None:

@@ -1,7 +1,7 @@
 """Regular expressions of schemas, translated so that they match texts as JSON or another notation spells them.
 
-The syntax is what ECMA-262, Python and Rust have in common. `\\d` and `\\w` mean ASCII. Look-ahead works where it
-begins the whole expression, as in `^(?!.*secret)(?=.*[0-9])`.
+The syntax is what ECMA-262, Python and Rust have in common. `\\d` and `\\w` mean ASCII. Look-ahead works at the
+beginning of the whole expression, as in `^(?!.*secret)(?=.*[0-9])`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Way:
     """Whether it begins at the start of the text."""
     ends: bool
     looks: list[tuple[str, bool]] = field(default_factory=list)
-    """What its look-aheads look for in the whole text, and whether that has to be there."""
+    """The expressions of its look-aheads, which look at the whole text, each with whether it must match or must not."""
 
 
 def _joined(ways: Iterable[str]) -> str:
@@ -129,7 +129,7 @@ class _Reader(CharacterReader):
         is_wanted = self._text[self._at + 2] == "="
         self._at += 3
         before = self._every_way
-        self._every_way = before or not is_wanted  # no spelling of what must not be there
+        self._every_way = before or not is_wanted  # the text must not match in any spelling
         ways = self.ways()
         self._every_way = before
         self._close()

@@ -1,4 +1,4 @@
-"""The rules of a grammar as data: paths that lead nowhere are cut out before they are written."""
+"""The rules of a grammar as data. Paths that cannot end are removed before the rules are written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.strings import CHARACTER_RULE
 
 _MAX_DEPTH = 1_000
-"""Rules within rules. The library compiles them recursively, and its stack has an end."""
+"""Most levels of nested rules. The library compiles them recursively, and its stack is limited."""
 _MAX_CHARACTERS = 2_000_000
 """Most characters of all terminals together. All kept grammars are in memory, and texts grow by escapes."""
 
@@ -84,7 +84,7 @@ class Rules:
         return [*lines, CHARACTER_RULE]
 
     def _productive(self) -> set[int]:
-        """Return the rules that some text fits."""
+        """Return the rules that at least one text fits."""
         waiting: dict[int, list[list[int]]] = defaultdict(list)
         found: set[int] = set()
         ready: list[int] = []

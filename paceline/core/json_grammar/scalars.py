@@ -62,7 +62,7 @@ def _add_numbers(builder: Builder, facts: Facts, types: frozenset[str], found: S
             found.plain[f"({expression})"] = None
         return
     if is_integer:
-        step = Fraction(step.numerator)  # of a fraction in its lowest terms, the whole multiples
+        step = Fraction(step.numerator)  # the whole multiples of a fraction in its lowest terms
     if not has_multiple(low, high, step):
         builder.impossible("no multiple is within its bounds")
         return
@@ -95,7 +95,7 @@ def _for_library(builder: Builder, step: Fraction) -> int | float | None:
     """Return a number that the library reads as this one; None if there is none.
 
     The library multiplies a number by ten until no decimals are left. Because of rounding, 0.07 and 1.1 get too many
-    digits then. Often a neighbour of the number becomes what is wanted.
+    digits then. Often a neighbouring float gives the wanted number.
     """
     if step.denominator == 1:
         return step.numerator

@@ -23,7 +23,7 @@ _ESCAPED_BY_ENCODERS: Ranges = ((0, 0x1F), (0x22, 0x22), (0x26, 0x27), (0x2F, 0x
 _ESCAPED_BY_ENCODERS += ((0x5C, 0x5C), (0x7F, LAST))
 
 _MANY_RANGES = 64
-"""A set of more ranges, such as all letters, has only the characters themselves: the escapes would fill a page."""
+"""A set of more ranges than this, such as all letters, is written without escapes, which would fill a page."""
 
 _BMP_ESCAPE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
 _PAIR_ESCAPE = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -65,16 +65,16 @@ class Quoting:
 
     escaping: Escaping
     before: str = ""
-    """A regular expression for what stands before the text, to which terminals refer, too."""
+    """A regular expression for the text's prefix, which is also part of terminals."""
     after: str = ""
     mark: str = ""
-    """A regular expression for what stands before and after the text; see `marked`."""
+    """A regular expression for the marks before and after the text; see `marked`."""
     token: str = ""
     """A token of the vocabulary before and after the text, as an element of a grammar."""
     shapes: tuple[str, ...] = ()
     """Regular expressions that a text must match."""
     loose: str = ""
-    """A terminal for all texts, if it has more spellings than a text with limits has; "" if not."""
+    """A terminal for all texts, if texts without limits have more spellings than texts with limits; "" otherwise."""
     unlike: tuple[str, ...] = ()
     """Regular expressions that a text may not match."""
     can_write: Callable[[str], bool] = lambda text: True
@@ -96,7 +96,7 @@ class Quoting:
         """Return an expression of a terminal for texts.
 
         Args:
-            terminals: terminals that a text must match, or must not match, as it is said.
+            terminals: terminals, each with whether a text must match it or must not.
             low: the least number of characters.
             high: the largest number of characters; None if there is no limit.
         """
@@ -113,14 +113,14 @@ class Quoting:
         return f"({' & '.join([*wanted, *(f'~{text}' for text, is_wanted in all_ if not is_wanted)])})"
 
     def marked(self, expression: str) -> str:
-        """Return an expression of a terminal with its marks, which all others lack.
+        """Return an expression of a terminal with its marks. All other expressions here are without marks.
 
-        They stay out of intersections, in which the library would look long for the end of a text.
+        Marks are added after intersections, because within one the library would search long for the end of a text.
         """
         return f"/{self.mark}/ ({expression}) /{self.mark}/" if self.mark else expression
 
     def spelled(self, text: str, every_way: bool = False) -> str:
-        """Return a regular expression for a given text, without what stands around it.
+        """Return a regular expression for a given text, without quotes and marks.
 
         Args:
             every_way: allow an escape for every character, to exclude all spellings of the text.
@@ -200,7 +200,7 @@ def _class(ranges: Ranges) -> str:
 
 
 def _codes(ranges: Ranges) -> list[str]:
-    """Return expressions for what follows `\\u` in escapes of characters."""
+    """Return expressions for the digits after `\\u` in escapes of characters."""
     found = []
     for first, last in ranges:
         if first < _BEYOND:

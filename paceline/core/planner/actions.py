@@ -1,4 +1,4 @@
-"""The planner's actions. Each one names the state that it leads to, so that to apply it twice changes nothing."""
+"""The planner's actions. Each names the state that it leads to, so applying it twice has no further effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.planner.reports import Role
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Have `count` workers of `role`, which is more than before."""
+    """Raise the number of workers of `role` to `count`."""
 
     role: Role
     count: int
@@ -21,23 +21,23 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Let a worker move its work away and end, after which its role has `count` workers."""
+    """Let a worker move its requests away and end. Its role then has `count` workers."""
 
     role: Role
     count: int
     worker: str
-    """The worker with the least loss; empty lets the platform choose one of the role."""
+    """Id of the worker with the least loss; if empty, the platform chooses a worker of the role."""
     reason: str
     kind: Literal["drain"] = "drain"
 
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Let a worker move its work away and go on in the role `to`, in the same process and with the same weights."""
+    """Let a worker move its requests away and take the role `to`, in the same process and with the same weights."""
 
     worker: str
     role: Role
-    """The role that it has now."""
+    """The worker's present role."""
     to: Role
     reason: str
     kind: Literal["flip"] = "flip"
@@ -61,12 +61,14 @@ class Decision:
     at: float
     """Instant of the report."""
     expects: str
-    """Revision of the report. If the platform has another one by now, it must do nothing: somebody else has acted."""
+    """Revision of the report. If the platform's revision is another one by now, somebody else has acted, and it must do
+    nothing.
+    """
     wanted: Mapping[Role, int]
     """Number of workers of every role after the actions."""
     actions: tuple[Action, ...]
-    """At least one; Hold stands alone. They are carried out together or not at all."""
+    """At least one action; Hold is never combined with others. They are carried out together or not at all."""
     line: str
     """The whole decision in one line, for logs and people."""
     advisory: bool = False
-    """Whether nobody is to carry this out."""
+    """Whether the decision is only shown and not carried out."""

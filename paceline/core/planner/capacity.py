@@ -17,9 +17,11 @@ from paceline.core.planner.objectives import Latency
 from paceline.core.planner.step_fit import FittedStepTimes
 
 _TTFT_SHARE, _ITL_SHARE = 0.8, 0.9
-"""The part of an objective that a role may use up. The rest is for handoffs, the network, and errors of the fit."""
+"""The share of an objective (TTFT, ITL) that a role may use. The rest is left for handoffs, the network, and errors of
+the fit.
+"""
 _FULL = 0.9
-"""The part of a worker's places and KV memory that is planned to be in use."""
+"""The planned share of a worker's places and KV memory in use."""
 _MOST = 100_000
 """Limit of all searches. No fleet has as many workers of one role."""
 
@@ -42,7 +44,7 @@ class Places:
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
-    """Return the number of prefill workers that this load times `scale` needs."""
+    """Return the number of prefill workers needed for `scale` times this load."""
     rates, services, limits = [], [], []
     for each in classes:
         demand = each.demand
@@ -57,7 +59,7 @@ def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: fl
 
 
 def encode_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
-    """Return the number of encode workers that this load times `scale` needs. Encoding may take half of a TTFT."""
+    """Return the number of encode workers needed for `scale` times this load. Encoding may take half of a TTFT."""
     rates, services, limits = [], [], []
     seconds = times.seconds(times.observed_tokens, 0.0)
     service = _Service(seconds, seconds, 1.0)
@@ -78,7 +80,7 @@ def decode_workers(
     places: Places,
     scale: float = 1.0,
 ) -> float:
-    """Return the number of decode workers that this load times `scale` needs.
+    """Return the number of decode workers needed for `scale` times this load.
 
     Args:
         prompts: step times of prefill workers, if they are known. A request has its place on a decode worker while its
@@ -105,12 +107,12 @@ def decode_workers(
 
 
 def _computing(wanted: Wanted, times: FittedStepTimes) -> float:
-    """Return how many prompts of a class are computed at the same time, on average."""
+    """Return the average number of prompts of a class that are computed at the same time."""
     return wanted.demand.rate * _Service.of_prompts(wanted.demand, times, wanted.latency.percentile).mean
 
 
 def sequences_per_worker(latencies: Sequence[Latency], times: FittedStepTimes, places: Places, context: float) -> float:
-    """Return how many sequences a decode worker can run within all objectives, at least 1.
+    """Return the number of sequences (at least 1) that a decode worker can run within all objectives.
 
     Args:
         context: tokens of a sequence's KV.
@@ -138,7 +140,7 @@ class _Service:
 
     mean: float
     tail: float
-    """At the percentile of the objective."""
+    """Service time at the percentile of the objective, in seconds."""
     variability: float
     """(1 + squared coefficient of variation) / 2: 1 for exponential times, 1/2 for constant ones."""
 
@@ -164,7 +166,7 @@ def _queue_workers(
     if not rates:
         return 0
     busy = math.fsum(rate * service.mean for rate, service in zip(rates, services))
-    # The mean time that is left of the request that a worker computes when another one arrives.
+    # The mean remaining time of the request that a worker is computing when another request arrives.
     residual = math.fsum(rate * each.variability * each.mean**2 for rate, each in zip(rates, services)) / busy
 
     def enough(workers: int) -> bool:
@@ -174,8 +176,8 @@ def _queue_workers(
         pause = residual / (workers - busy)
         for percentile, limit, service in limits:
             late = max(0.0, math.log(chance / (1 - percentile))) * pause
-            # No number of workers computes one prompt faster, so that a limit below its time only bounds the queue.
-            # With a few very long prompts, the mean can be above the percentile.
+            # More workers do not compute a single prompt faster, so a limit below a prompt's own time only bounds the
+            # queue. With a few very long prompts, the mean can be above the percentile.
             shortest = max(service.mean, service.tail)
             if max(late + service.mean, chance * pause + service.tail) > max(limit, 1.5 * shortest):
                 return False
@@ -196,10 +198,10 @@ def erlang_c(workers: int, busy: float) -> float:
 
 
 def running_sequences(tokens: float, times: FittedStepTimes, context: float, workers: int = 1) -> tuple[float, float]:
-    """Return how many sequences each of some workers runs on average, and the variance of that number.
+    """Return the average number of sequences that each of `workers` workers runs, and its variance.
 
-    The longer a step takes, the more requests arrive until those that run have ended. With n sequences, a step makes n
-    tokens in fixed + n * slope seconds. Such a queue shares its processor, so n has a negative binomial distribution,
+    The longer a step takes, the more requests arrive before the running ones have ended. With n sequences, a step makes
+    n tokens in fixed + n * slope seconds. Such a queue shares its processor, so n has a negative binomial distribution,
     whatever the distribution of answer lengths is (F. P. Kelly, Reversibility and Stochastic Networks, 1979). Numbers
     vary less if workers share requests equally. For more than one worker, this is an approximation.
 

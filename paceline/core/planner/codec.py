@@ -15,7 +15,7 @@ _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """Return pydantic's reader and writer of a type. Making one takes milliseconds, so that it is kept."""
+    """Return pydantic's reader and writer of a type. Making one takes milliseconds, so it is cached."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     return _ADAPTERS[kind]
@@ -27,7 +27,7 @@ def to_json(value: object) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Return the value that `to_json` wrote. Raises InvalidRequestError that says what is wrong."""
+    """Return the value that `to_json` wrote. Raises InvalidRequestError, which says what is wrong."""
     try:
         value: T = _adapter(kind).validate_json(text)
     except ValidationError as error:

@@ -69,7 +69,7 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """The mean, for sums of work; 0 if there are no values. Objectives read percentiles instead."""
+        """The mean, from which sums of work are computed; 0 if there are no values. Objectives use percentiles."""
         return self.total / count if (count := self.count) else 0.0
 
     @property
@@ -81,7 +81,7 @@ class Distribution:
         return max(0.0, second * self.count / first**2 - 1) if first else 0.0
 
     def percentile(self, share: float) -> float:
-        """Return the value of this share (0.95) by nearest rank, at most 4.5 % off; 0 if there are no values."""
+        """Return the percentile at `share`, such as 0.95, by nearest rank, at most 4.5 % off; 0 without values."""
         wanted, seen = share * self.count - 1e-9, 0.0
         for bucket in sorted(self.counts):
             seen += self.counts[bucket]
@@ -90,7 +90,7 @@ class Distribution:
         return 0.0
 
     def share_within(self, limit: float) -> float:
-        """Return the share of values up to `limit`, which counts in full if its bucket does; 1 if there are none."""
+        """Return the share of values up to `limit`, whose whole bucket is counted; 1 if there are no values."""
         last = math.ceil(_PER_DOUBLING * math.log2(limit)) if limit > 1e-6 else _FIRST
         count = self.count
         return math.fsum(times for bucket, times in self.counts.items() if bucket <= last) / count if count else 1.0

@@ -10,8 +10,9 @@ from paceline.core.planner.needs import Outlook
 from paceline.core.planner.reports import Role, WorkerReport
 
 _MOST_RELAPSES = 4
-"""Each relapse doubles the time before a role shrinks again, up to this number. So two planners with different memories
-stop undoing each other's drains, and a fleet between two sizes comes to rest at the larger one."""
+"""Each relapse, up to this number, doubles the time before a role shrinks again. So two planners with different
+memories stop undoing each other's drains, and a fleet between two sizes comes to rest at the larger one.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Guards:
         """Return why a role must not shrink, by a drain or by a flip; empty if it may.
 
         Args:
-            is_urgent: whether another role lacks the worker for its present load. Relapses then do not count: they
-                protect workers that no other role needs.
+            is_urgent: whether another role needs the worker for its present load. Relapses then do not count, because
+                they only protect workers that no other role needs.
         """
         report, state = self.outlook.report, self.outlook.state
         if lost := missing(report, self.outlook.objectives):
@@ -50,7 +51,7 @@ class Guards:
         return self._reversal(role, memory.grown, 2.0**relapses)
 
     def leaving(self, worker: WorkerReport, others: list[WorkerReport], wanted: int) -> str:
-        """Return why this worker must not leave its role if `others` are those that stay; empty if it may.
+        """Return why this worker must not leave its role if `others` are the workers that stay; empty if it may.
 
         The requests of a worker that leaves go on elsewhere. Without another worker, they would end.
 
@@ -67,7 +68,7 @@ class Guards:
             return f"{worker.worker} is the last ready {worker.role} worker"
         if worker.role == "decode" and has_work:
             places = sum(each.max_seqs - each.running for each in others)
-            # KV in memory that is shared stays where it is.
+            # KV in shared memory need not be moved.
             stays = worker.shares_memory and any(each.shares_memory for each in others)
             memory = math.inf if stays else sum(1 - each.kv_pressure for each in others)
             if worker.running + worker.waiting > places or worker.kv_pressure > memory:
@@ -80,7 +81,7 @@ class Guards:
         return bool(self.outlook.waiting) and any(not seen.wanted for role, seen in roles.items() if role != "encode")
 
     def _is_changing(self, role: Role) -> bool:
-        """Return whether workers of a role start or drain, unless they will never end doing so."""
+        """Return whether workers of a role are starting or draining, not counting starts and drains that are stuck."""
         report, memory = self.outlook.report, self.outlook.state.role(role)
         seen = report.roles[role]
         for each in report.workers:
@@ -91,7 +92,7 @@ class Guards:
         return memory.short_since is not None and not self.is_stuck(role)
 
     def is_stuck(self, role: Role) -> bool:
-        """Return whether wanted workers have been missing for so long that they will not come by themselves."""
+        """Return whether wanted workers have been missing for so long that they will probably never start."""
         since = self.outlook.state.role(role).short_since
         seen = self.outlook.report.roles[role]
         return since is not None and self.outlook.report.at - since >= STUCK * seen.startup_seconds

@@ -27,7 +27,7 @@ _ERRORS = 40
 
 @dataclass(frozen=True, slots=True)
 class ClassDemand:
-    """Requests of one class as they arrive, or as they are expected."""
+    """The measured or forecast demand of one class of requests."""
 
     rate: float
     """Requests per second."""
@@ -42,7 +42,7 @@ class ClassDemand:
 
     @property
     def uncached(self) -> float:
-        """Factor from the length of a prompt to the tokens that a prefill worker computes."""
+        """Factor from a length in `prompt_tokens` to the tokens that a prefill worker is expected to compute."""
         return self.stretch_prompts * (1 - self.cached_share)
 
     def work(self, role: Role) -> float:
@@ -82,9 +82,9 @@ class Series:
         return replace(self, level=level, trend=trend, values=self.values + 1)
 
     def forecast(self, intervals: float) -> float:
-        """Return the value to be ready for after this many intervals.
+        """Return the forecast value after this many intervals.
 
-        A falling trend is not continued. The fleet shrinks when the load has fallen, and not before.
+        A falling trend is not continued, so the fleet shrinks only after the load has fallen.
         """
         reach: float = _DAMPED * (1 - _DAMPED**intervals) / (1 - _DAMPED)
         return self.level + reach * max(0.0, self.trend)
@@ -100,7 +100,7 @@ class ClassLoad:
 
     arrivals: float = 0.0
     seconds: float = 0.0
-    """Recent arrivals, and the time in which they came; both fade, so that their quotient is a rate at once."""
+    """Length of the time in which `arrivals` came. Both fade, so their quotient is a recent rate from the beginning."""
     newest_arrivals: float = 0.0
     newest_seconds: float = 0.0
     media_items: float = 0.0
@@ -117,7 +117,7 @@ class ClassLoad:
     answers: Series = Series()
 
     def add(self, traffic: Traffic) -> ClassLoad:
-        """Return this with the traffic of one more interval."""
+        """Return the load with the traffic of one more interval added."""
         quick = 0.5 ** (traffic.seconds / ARRIVALS_HALF_LIFE)
         newest = 0.5 ** (traffic.seconds / NEWEST_HALF_LIFE)
         slow = 0.5 ** (traffic.seconds / LENGTHS_HALF_LIFE)
@@ -163,7 +163,7 @@ class ClassLoad:
         )
 
     def expected(self, ahead: int) -> ClassDemand | None:
-        """Return the load to be ready for in `ahead` intervals; None if unknown.
+        """Return the load that is expected in `ahead` intervals; None if unknown.
 
         The rate is above the forecast by as much as forecasts have been too low lately.
         """
@@ -181,7 +181,7 @@ class ClassLoad:
         )
 
     def newest(self, role: Role) -> tuple[float, float]:
-        """Return the work of a role that arrived just now, and its standard deviation for independent arrivals."""
+        """Return the most recent rate of work for a role, and its standard deviation if arrivals are independent."""
         now = self.now()
         rate = self.newest_arrivals / (self.newest_seconds or 1.0)
         work = now.work(role) * (rate / now.rate) if now.rate else 0.0
@@ -191,7 +191,7 @@ class ClassLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The work that arrived for every role at one instant, and how much of it chance explains."""
+    """The rate of work for every role at one instant, with its standard deviation by chance."""
 
     at: float
     work: Mapping[Role, float]
@@ -214,7 +214,7 @@ class LoadSample:
 
 
 def _sum(first: Distribution, second: Distribution, fade: float = 1.0) -> Distribution:
-    """Return the values of both. The first ones fade if there are new ones."""
+    """Return the values of both distributions. The values of `first` fade if `second` has values."""
     if not second.counts:
         return first
     whole = first.faded(fade)

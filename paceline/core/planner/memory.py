@@ -13,14 +13,15 @@ from paceline.core.planner.step_fit import FittedStepTimes, StepFit
 WARM_SECONDS = 15.0
 """Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
 STUCK = 3.0
-"""A start or a drain that takes this multiple of its usual time will not end by itself, and is waited for no more."""
+"""A start or a drain that takes this multiple of its usual time counts as stuck, and the planner stops waiting for it.
+"""
 _SOON = 4.0
-"""A growth within this multiple of startup plus drain time after a shrink says that the shrink was wrong."""
+"""If a role grows within this multiple of startup plus drain time after a shrink, the shrink was wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the number of workers of a role that somebody other than a person made."""
+    """A change of a role's number of workers that a planner made, not a person."""
 
     at: float
     load: LoadSample | None
@@ -42,7 +43,7 @@ class RoleMemory:
     targets: tuple[tuple[float, int], ...] = ()
     """Instants and targets of recent reports. Workers drain only down to the largest of them."""
     floor: int = 0
-    """Workers that the forecast asks for."""
+    """Number of workers that the forecast asks for."""
     boost: float = 1.0
     """Factor on the load, learned from objectives that were missed although the workers seemed to be enough."""
     fit: StepFit = field(default_factory=StepFit)
@@ -57,7 +58,7 @@ class PlanningState:
     at: float | None = None
     """Instant of the newest report."""
     since: float = 0.0
-    """Since when every report has come, with nothing missing in it."""
+    """Instant since which every report has come, and has been complete."""
     busy_at: float = 0.0
     """Instant of the last request that reports show."""
     slow_at: float | None = None
@@ -74,12 +75,12 @@ class PlanningState:
 
 
 def is_fresh(worker: WorkerReport, objectives: Objectives) -> bool:
-    """Return whether this says how the worker is now."""
+    """Return whether a worker's report is recent enough to describe its present state."""
     return worker.age <= objectives.stale_seconds
 
 
 def missing(report: Report, objectives: Objectives) -> str:
-    """Return what is lost or too old in a report, in words; empty if nothing is."""
+    """Return a text that names the missing or outdated parts of a report; empty if there are none."""
     if report.traffic_age > objectives.stale_seconds:
         return f"the figures of gateways are {report.traffic_age:.0f} s old"
     if report.gateways_lost:
@@ -92,7 +93,7 @@ def missing(report: Report, objectives: Objectives) -> str:
 
 
 def observe(state: PlanningState, report: Report, objectives: Objectives) -> PlanningState:
-    """Return the state after a report that is newer than all before."""
+    """Return the state after a report, which must be newer than all earlier ones."""
     classes = _classes(state, report)
     load = LoadSample.of(report.at, classes.values(), report.roles)
     pause = 0.0 if state.at is None else report.at - state.at
@@ -135,7 +136,7 @@ def _observe_role(
     """Return the memory of a role after a report.
 
     Args:
-        loads: the load at the report before, and now; None if this planner has missed reports.
+        loads: the load at the previous report, and the present load; None if this planner has missed reports.
     """
     seen = report.roles[role]
     workers = [each for each in report.workers if each.role == role]
@@ -146,7 +147,7 @@ def _observe_role(
     if times is None and fit is not memory.fit:
         times = fit.times()
     ready = sum(each.state == "ready" for each in workers)
-    # If the load changes around a change, the fleet shrinks with more hesitation than it grows.
+    # The load may change at about the time of a change. Then the fleet shrinks with more hesitation than it grows.
     before, now = loads or (None, None)
     grown = _last_change(memory.grown, now, report.at, seen, memory.wanted, 1)
     return replace(
@@ -187,13 +188,13 @@ def _relapses(memory: RoleMemory, load: LoadSample | None, role: Role, settle: f
 
 
 def _watch_seconds(seen: RoleReport, objectives: Objectives) -> float:
-    """Return how long a worker must not have been needed before it drains.
+    """Return the time for which a worker must not have been needed before it drains, in seconds.
 
-    Two forecasts have to agree: a single one that was low by chance must not cost a worker, and later a start.
+    It covers two forecasts, so that one that is low by chance does not end a worker which must be started again later.
     """
     return max(settle_seconds(seen), 2 * objectives.slow_seconds)
 
 
 def settle_seconds(seen: RoleReport) -> float:
-    """Return how long a change of a role takes at most, start and drain together."""
+    """Return the longest time that a change of a role takes, in seconds: that of a start and a drain together."""
     return seen.startup_seconds + seen.drain_seconds

@@ -1,4 +1,4 @@
-"""Actions for targets: flips where one role has too many workers and another too few, then drains and starts."""
+"""Actions for targets: flips if one role has too many workers and another too few, then drains and starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from paceline.core.planner.reports import Role, WorkerReport
 _FLIP_REPORTS = 2.5
 """A worker flips only if it was not needed for this multiple of `fast_seconds`; a worker drains after a longer time."""
 _SHARE = 8
-"""One of so many workers of a role leaves in one decision, so that its requests find places before others leave."""
+"""At most one of this many workers of a role leaves in one decision, so that its requests find places before others
+leave.
+"""
 
 
 @dataclass
@@ -40,18 +42,18 @@ class Moves:
         self._shrinks = dict.fromkeys(self.wanted, 0)
 
     def choose(self) -> None:
-        """Choose the actions of this decision: what to start, drain, flip or keep, role by role."""
+        """Choose the actions of this decision, role by role: which workers to start, drain, flip or keep."""
         lacking = {role: self.targets[role] - self.wanted[role] for role in self.wanted}
         coming = {role: self._flip_into(role, lack) for role, lack in lacking.items() if lack > 0}
         for role in self.wanted:
             self._drain(role)
-        # Nothing is served without any worker of a role, so such a role comes first. Then come roles that have lent
-        # workers, so that no other one takes the room for those that replace them.
+        # Without a worker of some role, nothing is served, so a role without workers comes first. Then come roles that
+        # have lent workers, so that no other role takes the budget for their replacements.
         for role in sorted(self.wanted, key=lambda role: (self.wanted[role] > 0, role in coming)):
             self._add(role, coming.get(role, 0))
 
     def _flip_into(self, role: Role, lack: int) -> int:
-        """Flip workers of other roles into this one. Return how many more will come soon in this way."""
+        """Flip workers of other roles into this one. Return the number of further workers that will flip soon."""
         if self._refuses(self._guards.growing(role), role, "grow"):
             return 0
         soon = 0
@@ -62,13 +64,13 @@ class Moves:
                 continue
             if self._may_not_shrink(source, role):
                 continue
-            # Nothing is served without any worker of a role, so that there is no time to watch.
+            # Without a worker of this role, nothing is served, so it does not wait until the others were watched.
             watched = _FLIP_REPORTS * self.outlook.objectives.fast_seconds
             sure = self.wanted[source] - self._highest(source, watched) if self.wanted[role] else surplus
             flipped = self._flip(source, role, min(surplus, max(0, sure)) + lent)
             lack -= flipped
-            soon += max(0, surplus - flipped)  # workers are lent now or not at all
-        # Nothing is served without any worker of a role, so such a role does not wait for later flips.
+            soon += max(0, surplus - flipped)  # a worker is lent in this decision or not at all
+        # Without a worker of this role, nothing is served, so it does not wait for later flips.
         return soon if self.wanted[role] else 0
 
     def _flip(self, source: Role, role: Role, count: int) -> int:
@@ -86,9 +88,11 @@ class Moves:
         return count
 
     def _lent(self, source: Role, role: Role) -> int:
-        """Return how many workers flip to a role that lacks them now, from one that needs them only later.
+        """Return the number of workers that flip to a role which lacks them now, from a role that needs them only
+        later.
 
-        New workers replace them in this decision. They come in time for a forecast, but too late for `role`.
+        The same decision starts new workers to replace them: these are ready in time for the forecast, but too late for
+        `role`.
         """
         report, objectives = self.outlook.report, self.outlook.objectives
         lacking = self.needs[role].now - self.wanted[role]
@@ -132,18 +136,18 @@ class Moves:
         self.actions.append(Add(role, self.wanted[role], self._reason(role)))
 
     def _room(self, role: Role) -> int:
-        """Return how many workers of a role the budget still has devices for."""
+        """Return the number of workers of a role for which the budget still has devices."""
         budget, each = self.outlook.objectives.budget, self.outlook.objectives.limits(role).devices
         return sys.maxsize if budget is None or not each else (budget - self._devices_in_use()) // each
 
     def _devices_in_use(self) -> int:
-        """Return the devices of all workers after the actions so far, those that drain included."""
+        """Return the number of devices of all workers after the actions so far, draining workers included."""
         objectives = self.outlook.objectives
         leaving = sum(objectives.limits(act.role).devices for act in self.actions if isinstance(act, Drain))
         return devices(self.wanted, objectives) + draining_devices(self.outlook.report, objectives) + leaving
 
     def _can_flip(self, source: Role, role: Role) -> bool:
-        """Return whether workers of `source` can take the role, and sooner than new ones would come."""
+        """Return whether workers of `source` can take the role, and would be ready sooner than new workers."""
         seen, budget = self.outlook.report.roles, self.outlook.objectives.budget
         each = self.outlook.objectives.limits(role).devices
         is_full = budget is not None and self._devices_in_use() + each > budget
@@ -173,7 +177,7 @@ class Moves:
         staying = self._staying[role]
         present = [each for each in staying if each.state != "draining"]
         if to is None and self._guards.is_stuck(role) and len(present) <= self.wanted[role] - 1:
-            # The platform could not even start this worker, so that only its wish is withdrawn.
+            # The platform could not start this worker, so only the request for it is withdrawn.
             return WorkerReport("", role, state="starting")
         refusals = []
         for worker in sorted(present, key=lambda each: (each.state == "ready", each.loss, each.running, each.worker)):
@@ -196,11 +200,11 @@ class Moves:
         return self.needs[role].reason + ", and gets devices that are left" * is_more
 
     def _may_not_shrink(self, role: Role, to: Role | None) -> bool:
-        """Return whether no worker may leave a role, for another one or, if `to` is None, for good."""
+        """Return whether no worker may leave a role, either for the role `to` or, if that is None, to end."""
         return self._refuses(self._guards.shrinking(role, self._is_urgent(role, to)), role, "shrink")
 
     def _is_urgent(self, role: Role, to: Role | None) -> bool:
-        """Return whether a worker that leaves a role is what another role lacks for its present load.
+        """Return whether another role needs a worker that leaves this role for its present load.
 
         Args:
             to: the role that the worker takes; None if it ends, so that its devices are free for any role.

@@ -17,11 +17,11 @@ from paceline.core.planner.step_fit import FittedStepTimes
 SLACK = 1.2
 """A role shrinks only if it would still be large enough for this multiple of the load."""
 _FULL = 0.9
-"""From this share of places or memory in use, decode workers count as full."""
+"""Decode workers count as full if at least this share of their places or memory is in use."""
 _MOST_BOOST, _BOOST, _CALM = 1.5, 1.1, 0.99
 """Limit of a role's boost, the factor of each missed objective, and the factor of each minute without one."""
 _ENOUGH_VALUES = 20
-"""Measured latencies from which a percentile says something."""
+"""Least number of measured latencies for a meaningful percentile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,18 @@ class RoleNeed:
     """The workers that a role needs: it grows below `least` and shrinks above `most`."""
 
     now: int
-    """Workers that the present load needs. The others up to `least` are a reserve for the load that is forecast."""
+    """Number of workers that the present load needs. Further workers up to `least` are a reserve for the forecast load.
+    """
     least: int
     most: int
     reason: str
     backlog: float = 0.0
-    """Workers that the requests which run or wait now need, without a reserve."""
+    """Number of workers that running and waiting requests need now, without a reserve."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Everything that the need of a role is computed from."""
+    """All inputs from which a role's need is computed."""
 
     report: Report
     objectives: Objectives
@@ -68,7 +69,7 @@ class Outlook:
         return [Wanted(each.now(), self.objectives.latency(name)) for name, each in self.state.classes.items()]
 
     def expected(self, ahead: int) -> list[Wanted]:
-        """Return the load of every class to be ready for in `ahead` intervals of the slow loop."""
+        """Return the expected load of every class in `ahead` intervals of the slow loop."""
         expected = {name: each.expected(ahead) for name, each in self.state.classes.items()}
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
@@ -87,7 +88,9 @@ class Outlook:
 
 
 def assess(outlook: Outlook) -> dict[Role, RoleNeed]:
-    """Return the need of every role. That of prefill comes last, because it depends on who could flip to it."""
+    """Return the need of every role. Prefill is computed last, because its need depends on the workers that could flip
+    to it.
+    """
     needs: dict[Role, RoleNeed] = {}
     for role in sorted(outlook.report.roles, key=("decode", "encode", "prefill").index):
         needs[role] = _assess(role, outlook, needs)
@@ -120,7 +123,7 @@ def _assess(role: Role, outlook: Outlook, others: Mapping[Role, RoleNeed]) -> Ro
 
 
 def _unmeasured(role: Role, outlook: Outlook) -> RoleNeed:
-    """Return the need of a role before steps were measured: as many as there are, one more if requests wait."""
+    """Return the need of a role before steps were measured: its number of workers, plus one if requests wait."""
     wanted = outlook.report.roles[role].wanted
     ready = len(outlook.workers(role))
     waits = outlook.waiting > 0 and role == outlook.awaited()
@@ -143,7 +146,7 @@ def by_load(role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: 
 def _by_queue(
     role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: Outlook, others: Mapping[Role, RoleNeed]
 ) -> tuple[float, str]:
-    """Return the workers that the present requests need, and why."""
+    """Return the number of workers that the present requests need, and why."""
     workers = [each for each in outlook.report.workers if each.role == role]
     waiting = outlook.waiting if role == outlook.awaited() else 0
     if role == "decode":
@@ -171,9 +174,9 @@ def _by_running(
     places: Places,
     outlook: Outlook,
 ) -> tuple[float, str]:
-    """Return the decode workers that running requests need, together with those that wait for a place, and why."""
+    """Return the number of decode workers that running requests and requests waiting for a place need, and why."""
     running = sum(each.running for each in workers) + waiting
-    # A request has its place while its prompt waits, but it makes no step longer yet.
+    # A request already has a place while its prompt waits, but does not make steps longer yet.
     decoding = max(0, running - round(_queued_prompts(outlook)))
     active = [each for each in classes if each.demand.rate > 0]
     tokens = math.fsum(each.demand.work("decode") for each in active)
@@ -189,7 +192,7 @@ def _by_running(
 
 
 def _queued_prompts(outlook: Outlook) -> float:
-    """Return about how many requests wait for their prompts at prefill workers."""
+    """Return the approximate number of requests whose prompts wait at prefill workers."""
     classes = outlook.now()
     rate = math.fsum(each.demand.rate for each in classes)
     work = math.fsum(each.demand.work("prefill") for each in classes)
@@ -198,15 +201,18 @@ def _queued_prompts(outlook: Outlook) -> float:
 
 
 def _patience(role: Role, classes: Iterable[Wanted], outlook: Outlook, others: Mapping[Role, RoleNeed]) -> float:
-    """Return the seconds in which a queue should be empty: a TTFT, but not before new workers could help."""
+    """Return the seconds within which a queue should become empty: the TTFT objective, but at least the time until new
+    workers could help.
+    """
     limits = [each.latency.ttft for each in classes if each.latency.ttft is not None and each.demand.rate > 0]
     starts = outlook.report.roles[role].startup_seconds
     return max(min(limits, default=1.0), min([starts, *_flip_seconds(role, outlook, others)]))
 
 
 def _flip_seconds(role: Role, outlook: Outlook, others: Mapping[Role, RoleNeed]) -> Iterator[float]:
-    """Yield how long a flip to a role takes, from each role that may have a worker for it: one that the present load
-    does not need, or any worker if the budget is used up, so that the devices are divided anew."""
+    """Yield the time of a flip to a role, in seconds, from each role that may have a worker for it: a worker that the
+    present load does not need, or any worker if the budget is used up, because the devices are then divided anew.
+    """
     report, objectives = outlook.report, outlook.objectives
     wanted = {name: seen.wanted for name, seen in report.roles.items()}
     used = devices(wanted, objectives) + draining_devices(report, objectives)
@@ -259,14 +265,14 @@ def look_ahead(outlook: Outlook) -> PlanningState:
 
 
 def _is_settled(role: Role, outlook: Outlook) -> bool:
-    """Return whether all wanted workers have been there for as long as it takes to see what they achieve."""
+    """Return whether all wanted workers have been ready long enough to judge the latencies that they achieve."""
     memory, quiet = outlook.state.role(role), settle_seconds(outlook.report.roles[role])
     changes = [change.at for change in (memory.grown, memory.shrunk) if change]
     return memory.short_since is None and all(outlook.report.at - at >= quiet for at in changes)
 
 
 def _late(outlook: Outlook) -> set[Role]:
-    """Return the roles whose objectives are missed at their percentile."""
+    """Return the roles that miss their objectives at the percentile."""
     late: set[Role] = set()
     awaited = outlook.awaited()
     for name, each in outlook.state.classes.items():

@@ -12,7 +12,7 @@ from paceline.core.request_classes import BACKGROUND, DEFAULT, Classes
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Objectives of one class of requests. A share of them, `percentile`, must be at least as fast as this."""
+    """Objectives of one class of requests. The share `percentile` of the requests must be at least this fast."""
 
     ttft: float | None = None
     """Seconds to the first token; None is no objective."""
@@ -43,7 +43,7 @@ class RoleLimits:
     least: int = 0
     most: int = 64
     devices: int = 1
-    """Devices that one worker takes of the budget."""
+    """Number of the budget's devices that one worker takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,13 @@ class Objectives:
     fast_seconds: float = 5.0
     """Time between two decisions from measured load."""
     slow_seconds: float = 60.0
-    """Time between two forecasts. Fast decisions keep the workers that the newest one needs. A worker drains only if
-    neither of the last two needs it."""
+    """Time between two forecasts. Fast decisions keep the workers that the newest forecast needs. A worker drains only
+    if neither of the last two forecasts needs it.
+    """
     idle_seconds: float = 300.0
     """Seconds without a request after which the last workers of a role may leave."""
     stale_seconds: float = 15.0
-    """Reports older than this are lost. The fleet does not shrink while one is lost."""
+    """A report that is older than this counts as lost. The fleet does not shrink while a report is lost."""
 
     def limits(self, role: Role) -> RoleLimits:
         """Return the limits of a role. A role without limits has no workers."""

@@ -1,7 +1,7 @@
 """The planner: from reports and objectives to decisions. It does no I/O and reads no clock.
 
-A fast loop compares what the present load needs with what there is. Above it, a slow loop forecasts the load. Its
-answer is the least that the fast loop may choose.
+A fast loop compares the workers that the present load needs with the workers that exist. A slow loop forecasts the
+load, and its result is the lower limit for the fast loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Planner:
         self.state = state or PlanningState()
 
     def decide(self, report: Report) -> Decision:
-        """Return the decision from this report, and remember in `state` what the next one needs."""
+        """Return the decision from this report, and update `state` for the next decision."""
         if self.state.at is not None and report.at <= self.state.at:
             return self._decision(report, [], ["this report is not newer than the last one"])
         outlook = Outlook(report, self.objectives, observe(self.state, report, self.objectives))

@@ -22,7 +22,7 @@ from paceline.core.planner.reports import Report
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The beginning of a record: everything that a planner is made of."""
+    """The first line of a record: everything that a planner is constructed from."""
 
     objectives: Objectives
     state: PlanningState
@@ -42,14 +42,14 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """A recorded decision, and what the planner of this release decides from the same inputs."""
+    """A recorded decision, and the decision of this release's planner from the same inputs."""
 
     line: int
     """Number of the line in the record, from 1."""
     recorded: Decision
     decided: Decision
     same_state: bool
-    """Whether the planner also remembers the same."""
+    """Whether the planner's state after the decision is the recorded one, too."""
 
     @property
     def same(self) -> bool:
@@ -57,7 +57,7 @@ class Replayed:
 
 
 def digest(state: PlanningState) -> str:
-    """Return a short name of a state: equal states have equal names."""
+    """Return a short digest of a state: equal states have equal digests."""
     return hashlib.sha256(to_json(state).encode()).hexdigest()[:16]
 
 
@@ -84,7 +84,7 @@ class Recorder:
 def replay(lines: Iterable[str]) -> Iterator[Replayed]:
     """Decide again from the recorded reports, and yield each decision beside the recorded one.
 
-    After a decision that differs, the replay goes on with the state that it has itself.
+    After a decision that differs, the replay continues with its own state.
 
     Raises:
         InvalidRequestError: a line is no line of a record; the message has its number.

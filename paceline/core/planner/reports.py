@@ -19,10 +19,12 @@ State = Literal["starting", "ready", "draining"]
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Steps of one worker with about the same load, since the worker's report before: statistics for a fit."""
+    """Statistics of one worker's steps with about the same load, since the worker's previous report. Step times are
+    fitted to them.
+    """
 
     tokens: float
-    """Mean number of tokens that a step computed: of prompts, and one or more for each decoding sequence."""
+    """Mean number of tokens that a step computed: tokens of prompts, and one or more for each decoding sequence."""
     context: float
     """Mean number of tokens whose KV a step read, over all of its sequences."""
     seconds: Distribution
@@ -31,7 +33,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReport:
-    """One worker as it described itself last."""
+    """One worker, as its latest report describes it."""
 
     worker: str
     """Name of the worker. It stays the same when the worker changes its role."""
@@ -41,7 +43,7 @@ class WorkerReport:
     state_seconds: float = 0.0
     """Seconds since the worker entered this state."""
     age: float = 0.0
-    """Seconds since the worker described itself. An old report says nothing about the present load."""
+    """Age of the worker's own report, in seconds. An old report says nothing about the present load."""
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
@@ -53,7 +55,9 @@ class WorkerReport:
     kv_tokens: int = 0
     """Tokens that its KV memory holds; 0 if unknown."""
     shares_memory: bool = False
-    """Whether a further worker would only share this memory. Then `kv_tokens` is 0: it limits no worker alone."""
+    """Whether a further worker would only share this memory. Then `kv_tokens` is 0, because the memory does not limit a
+    single worker.
+    """
     flips_to: tuple[Role, ...] = ()
     """Roles that the worker can take without a restart."""
     loss: float = 0.0
@@ -70,10 +74,11 @@ class RoleReport:
     pinned: int | None = None
     """Number of workers that a person has set. It wins over every decision until the person releases it."""
     grown_seconds: float | None = None
-    """Seconds since a planner's decision made `wanted` larger; None if no decision did, or if this is unknown. A
-    planner that has not seen the change itself must not reverse it either."""
+    """Seconds since a planner's decision raised `wanted`; None if no decision did, or if this is unknown. It lets a
+    planner that has not seen the change avoid reversing it.
+    """
     shrunk_seconds: float | None = None
-    """The same for a decision that made `wanted` smaller."""
+    """Seconds since a planner's decision lowered `wanted`; None as for `grown_seconds`."""
     startup_seconds: float = 60.0
     """Seconds from the decision to add a worker until it is ready: a high percentile of recent starts, or an
     estimate."""
@@ -82,7 +87,7 @@ class RoleReport:
     flip_seconds: float = 5.0
     """Seconds from the start of a flip away from this role until the worker is ready in its new role."""
     shares_cores: bool = False
-    """Whether a further worker would only share the cores of those that are there. True if none was seen yet."""
+    """Whether a further worker would only share the cores of the present workers. True if none was seen yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Traffic:
     arrivals: int = 0
     finished: int = 0
     refused: int = 0
-    """Requests that were given up because there was no room."""
+    """Number of requests that were rejected because there was no room."""
     waiting: int = 0
     """Requests that wait for a worker now, at the end of the interval."""
     oldest_wait: float = 0.0
@@ -110,20 +115,21 @@ class Traffic:
     media_items: int = 0
     """Images, frames and pieces of audio that arrived."""
     ttft: Distribution = field(default_factory=Distribution)
-    """Times to first token of requests that got it in this interval."""
+    """Times to first token, of requests that got their first token in this interval."""
     itl: Distribution = field(default_factory=Distribution)
     """Times between tokens, one value for each token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a decision reads."""
+    """All inputs of a decision."""
 
     at: float
     """Instant of this report, on a clock that never goes back."""
     revision: str
-    """Names the state that the platform's targets, pins and roles had when they were read: it changes with every change
-    of them by anybody. A platform carries out a decision only if this is still its revision."""
+    """Revision of the platform's targets, pins and roles when they were read. It changes whenever anybody changes them.
+    A platform carries out a decision only if this is still its revision.
+    """
     workers: tuple[WorkerReport, ...]
     roles: Mapping[Role, RoleReport]
     """Every role that this fleet may have."""
@@ -132,4 +138,4 @@ class Report:
     traffic_age: float = 0.0
     """Age in seconds of the oldest figures of a gateway. A gateway that does not answer makes this large."""
     gateways_lost: int = 0
-    """Number of gateways that are members and whose figures are missing."""
+    """Number of member gateways whose figures are missing."""

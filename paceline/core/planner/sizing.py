@@ -1,4 +1,6 @@
-"""Targets for needs: within the limits of each role, with what people have set, and within the budget of devices."""
+"""Targets for needs: within the limits of each role and the budget of devices, and with the numbers that people have
+set.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _BETTER = 1.15
 """Scarce devices are divided anew only if the smallest headroom of a role becomes at least this many times as large."""
 
 _SCALES = tuple(1.05**step for step in range(-28, 28))
-"""Multiples of a load at which headroom is looked for, from 0.26 to 3.7."""
+"""Multiples of a load that are tried to find a role's headroom, from 0.26 to 3.7."""
 
 Counts = Mapping[Role, int]
 """Number of workers of every role."""
@@ -82,9 +84,9 @@ class _Headroom:
     """Multiples of a role's load for which it has enough workers."""
 
     present: float
-    """Multiple of the present load, at most 1. What is above 1 is a reserve."""
+    """Multiple of the present load, at most 1, because anything above it is a reserve."""
     forecast: float
-    """Multiple of the larger one of the present and the forecast load."""
+    """Multiple of the present load or of the forecast load, whichever is larger."""
 
 
 def _headroom(role: Role, need: RoleNeed, outlook: Outlook, workers: int) -> _Headroom:
@@ -92,7 +94,7 @@ def _headroom(role: Role, need: RoleNeed, outlook: Outlook, workers: int) -> _He
     memory = outlook.state.role(role)
     times = memory.times
     if times is None:
-        # Nobody knows what reserve such a role needs. If it got one, its need would be the larger number afterwards.
+        # The reserve that such a role needs is unknown. If it got one, its need would become that larger number.
         return _Headroom(min(1.0, workers / need.now), _SCALES[-1] if workers >= need.least else workers / need.least)
 
     def largest(loads: Sequence[list[Wanted]]) -> float:

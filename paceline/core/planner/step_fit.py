@@ -1,4 +1,4 @@
-"""Step times, learned from the steps that the workers of a role have computed. No worker is profiled for it.
+"""Step times, learned from the steps that the workers of a role have computed, without profiling a worker.
 
 Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just
 started are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load
@@ -18,7 +18,7 @@ from paceline.core.planner.reports import Steps
 _KEPT = 31
 """Observations that are kept of each load. A minority of outliers does not move their median."""
 _ENOUGH = 5
-"""Observations, of all loads together, from which step times are known."""
+"""Least number of observations, over all loads, from which step times are computed."""
 _BEYOND = 1.5
 """Step times are believed up to this multiple of the largest load that was observed."""
 
@@ -39,7 +39,7 @@ class FittedStepTimes:
         return _BEYOND * self.observed_tokens
 
     def seconds(self, tokens: float, context: float) -> float:
-        """Return how long a step takes that computes `tokens` and reads the KV of `context` tokens."""
+        """Return the seconds of a step that computes `tokens` tokens and reads the KV of `context` tokens."""
         return self.fixed + self.per_token * tokens + self.per_context * context
 
 
@@ -69,7 +69,7 @@ class StepFit:
     loads: Mapping[str, Observed] = field(default_factory=dict)
 
     def observe(self, batch: Iterable[Steps]) -> StepFit:
-        """Return this with the steps of one worker's report."""
+        """Return the fit with the steps of one worker's report added."""
         loads = dict(self.loads)
         for steps in batch:
             if steps.seconds.count and steps.tokens > 0:
@@ -87,7 +87,7 @@ class StepFit:
 
 
 def _load(steps: Steps) -> str:
-    """Return the name of a load: tokens and context to the nearest half of a doubling and doubling."""
+    """Return the name of a load: tokens rounded to half doublings, context rounded to doublings."""
     return f"{round(2 * math.log2(max(steps.tokens, 1)))}/{round(math.log2(max(steps.context, 1)))}"
 
 
@@ -98,8 +98,8 @@ def _middle(each: Observed) -> float:
 def _fit(known: Sequence[Observed]) -> tuple[float, float, float]:
     """Return the coefficients, none of them negative, with the least sum of squared relative errors.
 
-    An error is relative to the measured time, so that a load of which only slow steps were seen counts little. Three
-    coefficients leave seven choices of those that are not 0. Each choice is solved exactly.
+    Errors are relative to the measured time, so that a load for which only slow steps were seen counts little. There
+    are seven ways to choose the coefficients that are not 0, and each is solved exactly.
     """
     rows, right = [], []
     for each in known:
@@ -114,7 +114,7 @@ def _fit(known: Sequence[Observed]) -> tuple[float, float, float]:
                 continue
             errors = (want - math.fsum(c * row[i] for i, c in zip(chosen, found)) for row, want in zip(rows, right))
             error = math.fsum(error**2 for error in errors)
-            # Another coefficient must explain something, or noise decides how a load is extrapolated.
+            # A further coefficient must reduce the error clearly. Otherwise noise decides how a load is extrapolated.
             if error < 0.9 * least - 1e-9:
                 whole = dict(zip(chosen, found))
                 best, least = (whole.get(0, 0.0), whole.get(1, 0.0), whole.get(2, 0.0)), error

@@ -1,4 +1,4 @@
-"""The choice of tokens by the library."""
+"""The choice of tokens by the native library."""
 
 from __future__ import annotations
 

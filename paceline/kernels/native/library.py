@@ -156,7 +156,9 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
 
 @cache
 def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
-    """Return the library. Raises ConfigError if it is not compiled, fits another source, or cannot be loaded here."""
+    """Return the library. Raises ConfigError if it is not compiled, was built from other source, or cannot be loaded
+    here.
+    """
     file = _library_file(folder)
     try:
         library = ctypes.CDLL(str(file))
@@ -202,8 +204,8 @@ def copy_blocks(
 def memory_fence(folder: Path = _FOLDER, machine: str = platform.machine()) -> Callable[[], None]:
     """Return a function that orders memory between processes.
 
-    What this thread has read and written before the call comes before what it reads and writes after it, for all
-    readers and writers of shared memory. Only x86 keeps the order of loads and that of stores without a fence.
+    All other threads and processes that share the memory see this thread's reads and writes before the call as earlier
+    than those after it. Only x86 keeps loads in order, and stores in order, without a fence.
 
     Raises:
         ConfigError: the library is not there, and this `machine` needs it.

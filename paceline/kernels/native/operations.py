@@ -48,7 +48,7 @@ class Operations:
             raise MemoryError("there is no memory for a team of threads")
         self.recorder: StepRecorder | None = None
         self.one_at_a_time = threading.Lock()
-        # Not when the interpreter exits, because a thread of the engine may still be computing then.
+        # It must not run when the interpreter exits, because a thread of the engine may still be computing then.
         weakref.finalize(self, _stop_team, self._library, self._team, os.getpid()).atexit = False
 
     def take_turns(self, turns: Turns) -> None:
@@ -130,7 +130,7 @@ class Operations:
 
 
 def _stop_team(library: ctypes.CDLL, team: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked process has none of the threads that this call would wait for
+    if os.getpid() == owner:  # a forked process does not have the threads for which this call would wait
         library.paceline_team_stop(team)
 
 

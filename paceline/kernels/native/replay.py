@@ -56,7 +56,7 @@ _GATED = {
 def fuse_gated_layers(
     operations: Sequence[tuple[Op, Operands]], results: Sequence[Tensor]
 ) -> list[tuple[Op, Operands]]:
-    """Fuse two linear layers with the activation, if it alone reads their results. The bits stay the same.
+    """Fuse two linear layers with the activation if no other operation reads their results. The bits stay the same.
 
     The intermediate results, which are the widest rows of a model, are then never written to memory.
     """
@@ -101,7 +101,9 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
 
 
 def _form(op: Op) -> tuple[bool, bool]:
-    """Return whether its weights have a special format, and whether they are compressed. A job has one form only."""
+    """Return whether the operation's weights have a special format, and whether they are compressed. All operations of
+    a job have the same form.
+    """
     return op.format != 0, op.format == COMPRESSED
 
 
@@ -152,7 +154,7 @@ class Program:
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
         self._places: list[tuple[Op, str, int, int]] = []
-        """Operation, operand, index in `_outside`, and offset in this tensor in bytes."""
+        """Operation, operand, index of a tensor in `_outside`, and offset in this tensor in bytes."""
 
     def run(self, executor: Executor, inputs: ForwardInputs) -> list[Tensor]:
         """Compute a step and return the results, each in new memory."""

@@ -32,7 +32,7 @@ _KEY_BYTES = 128
 class StaticBatch(AttentionBatch):
     """A batch whose numbers change on the device while their place in memory stays the same.
 
-    The host's numbers describe the largest batch that fits: the most requests, each with the most queries and context.
+    Lengths on the host describe the largest batch that fits: the most requests, each with the most queries and context.
     """
 
     own_query_start: Tensor
@@ -71,7 +71,7 @@ def tile_rows(head_dim: int) -> int:
 
 
 def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.device) -> AttentionPlan:
-    """Return the plan of a batch, whose KV heads are shared by `group` query heads each.
+    """Return the plan of a batch in which `group` query heads share a KV head.
 
     If a request has one query, or all its queries fit in one tile, and its context does not fit in one split, each
     split has a program of its own. This matters for speed only. A `StaticBatch` may have tiles without queries, which

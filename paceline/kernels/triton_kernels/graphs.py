@@ -2,7 +2,7 @@
 
 A step is padded to the next size with tokens that are not stored and requests without tokens. No row depends on other
 rows, so the real rows keep their bits. The exception is the vendor's matrix product, which `triton` uses and
-`triton-invariant` does not: with or without graphs, it may add in another order for another number of rows.
+`triton-invariant` does not: even without graphs, it may add in another order if the number of rows changes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Record = Callable[[Callable[[], list[Tensor]]], Recording]
 
 
 class CudaRecorder:
-    """Makes CUDA graphs. All share one memory pool, also for their intermediate values."""
+    """Makes CUDA graphs, which all share one memory pool for results and intermediate values."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -141,7 +141,7 @@ class _Graph:
     def run(self, inputs: ForwardInputs) -> list[Tensor]:
         self._fixed.fill(inputs)
         self._recording.replay()
-        # Clones, because the next replay writes to the same place.
+        # The results are clones, because the next replay writes to the same place.
         return [result[: len(inputs.token_ids)].clone() for result in self._recording.results]
 
 

@@ -1,4 +1,5 @@
-"""The launch of the kernels in which tokens do not depend on each other. See `Kernels` for what each computes.
+"""The launch of the kernels in which tokens do not depend on each other. `Kernels` describes what each of them
+computes.
 
 A slot below 0 is no slot: padding tokens have it and are not stored.
 """

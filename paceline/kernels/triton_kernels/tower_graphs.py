@@ -1,4 +1,5 @@
-"""The layers of encoders as CUDA graphs: recorded for each number of rows that comes again, then replayed by one call.
+"""The layers of encoders as CUDA graphs: recorded for each number of rows that comes a second time, then replayed by
+one call.
 
 An image has thousands of rows, but a layer has dozens of operations, whose launches take longer than the computation of
 a usual image. Positions are inputs, so images of other shapes with the same number of soft tokens share a recording.
@@ -17,13 +18,13 @@ from paceline.kernels.triton_kernels.graphs import Record, Recording
 MAX_ROWS = 16_384
 """Most rows of a recorded tower. With more, launches take a small part of the time."""
 MAX_GRAPHS = 32
-"""Most recordings of a tower, with the numbers of rows that came once."""
+"""Most shapes of inputs that a tower remembers, whether they were recorded or came only once."""
 MAX_KEPT_ROWS = 81_920
 """Most rows of all recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520 patches."""
 
 
 class TowerGraphs:
-    """A tower whose numbers of rows are recorded when they come for the second time. A number may never come again.
+    """A tower with a recording for each number of rows that has come twice. Many numbers come only once.
 
     Args:
         recorder: makes a recorder. All recordings of one share a memory pool and are dropped together.
@@ -75,4 +76,4 @@ class _Graph:
 
 
 def _go_on() -> None:
-    """Wait for nobody: a recording is one piece."""
+    """Do nothing between pieces: a recording is one piece."""

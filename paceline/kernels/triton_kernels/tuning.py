@@ -56,7 +56,7 @@ class Tuner:
         return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
-        """Write the results, and keep those that other processes have written meanwhile. Only speed depends on them."""
+        """Write the results, and keep results that other processes have written since. Only speed depends on them."""
         if self._file is None:
             return
         self._found = self._read() | self._found

@@ -36,7 +36,7 @@ _MOST_OF_OTHERS = 1 << 20
 
 
 class NotNativeError(ModelError):
-    """No native code here computes what config.json asks for; the model's own code in transformers may."""
+    """Raised if no model file here computes what config.json asks for. Its own code in transformers may do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Fields:
         return default if value is None else value
 
     def with_defaults(self, **defaults: Any) -> Fields:
-        """Return the same fields, and those of `defaults` that are missing. A field that is null is not missing."""
+        """Return the same fields, with each missing one taken from `defaults`. A field that is null is not missing."""
         return Fields({**defaults, **self.raw}, self.architecture)
 
     def changed(self, **values: Any) -> Fields:
@@ -99,7 +99,8 @@ class Fields:
         return 0 if self.get(name, default) == 0 else self.size(name, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return whether a field is set. One that is null is not, as in transformers; `text_part` has no nulls.
+        """Return whether a field is true. Null counts as false, as in transformers; the fields of `text_part` have no
+        nulls.
 
         Raises ModelError if the field has another value.
         """
@@ -123,7 +124,7 @@ class Fields:
         return value
 
     def common(self) -> dict[str, Any]:
-        """Return those arguments of ModelConfig that every architecture reads in the same way."""
+        """Return the arguments of ModelConfig that every architecture reads in the same way."""
         dtype = str(self.get("dtype", self.get("torch_dtype", "float32")))
         if dtype not in ("bfloat16", "float16", "float32"):
             raise ModelError(f"dtype {dtype} is not supported; supported are: bfloat16, float16, float32")

@@ -45,7 +45,7 @@ def gemma3(fields: Fields) -> ModelConfig:
 
 
 def _ropes(fields: Fields) -> tuple[Json, Json]:
-    """Return the rope parameters of full and of sliding layers. Those of transformers 4 stand beside each other."""
+    """Return the rope parameters of full and of sliding layers. transformers 4 wrote them as fields of their own."""
     given = fields.get("rope_parameters", {})
     if not set(given) <= set(LAYER_TYPES):
         raise ModelError(f"rope_parameters must name the layer types {', '.join(LAYER_TYPES)}, not {', '.join(given)}")

@@ -70,7 +70,7 @@ def _layer_types(fields: Fields) -> tuple[LayerType, ...]:
 
 
 def _kv_sources(fields: Fields, layer_types: Sequence[LayerType]) -> dict[int, int]:
-    """Return the layers at the model's end without KV. Each reads that of the last layer of its type that has some."""
+    """Return, for each layer at the end that has no KV, the layer whose KV it reads: the last of its type with KV."""
     first = len(layer_types) - fields.count("num_kv_shared_layers", 0)
     last = {kind: layer for layer, kind in enumerate(layer_types[: max(first, 0)])}
     if missing := set(layer_types) - set(last):

@@ -26,7 +26,7 @@ def gpt_oss(fields: Fields) -> ModelConfig:
         max_position_embeddings=131_072,
         rms_norm_eps=1e-5,
         rope_theta=150_000.0,
-        torch_dtype="bfloat16",  # published ones do not say it
+        torch_dtype="bfloat16",  # published files do not name the dtype
     )
     for name, value in _SWIGLU.items():
         if fields.get(name, value) != value:

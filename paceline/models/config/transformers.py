@@ -1,4 +1,4 @@
-"""The little that must be known of a model before `transformers` itself reads its config.json."""
+"""The few facts about a model that are needed before `transformers` itself reads its config.json."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TransformersConfig:
     """0 if config.json does not say it; after loading it is known."""
     dtype: str
     whole_media: frozenset[MediaKind] = frozenset()
-    """Empty: tokens of an image see only those before them."""
+    """Empty: tokens of an image see only the tokens before them."""
     has_grids: bool = False
 
 

@@ -21,7 +21,7 @@ class Encoder(Protocol):
     """The dtype of its input."""
 
     def rows(self, shape: Sequence[int]) -> int:
-        """Return the rows of the encoding of an input of this shape.
+        """Return the number of rows of the encoding of an input of this shape.
 
         Raises InvalidRequestError if there is no such input.
         """
@@ -50,7 +50,8 @@ class Encoders:
         self.dtype = dtype
 
     def rows(self, kind: MediaKind, shape: Sequence[int]) -> int:
-        """Return the rows of the encoding of an input of this kind and shape: its placeholder tokens.
+        """Return the number of rows that the encoding of such an input has, which is the number of its placeholder
+        tokens.
 
         Raises InvalidRequestError if the model has no encoder of this kind, or it takes no input of this shape.
         """

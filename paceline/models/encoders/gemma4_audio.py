@@ -25,7 +25,7 @@ from paceline.models.encoders.local_attention import attend_locally, distance_em
 
 _FRAMES_PER_ROW = 4
 _EPS = 1e-6
-"""Of norms whose eps the config does not say."""
+"""`eps` of norms for which the config gives none."""
 
 
 class Gemma4Audio:

@@ -13,7 +13,7 @@ PIECE_ROWS = 256
 """Most rows of a piece on a CPU. The products of matrices with more rows would take longer than a step of decode, which
 runs on the same cores."""
 PIECE_PAIRS = 1 << 20
-"""Most pairs of a query and a key in a piece. This counts for images of more than 4,096 patches."""
+"""Most pairs of a query and a key in a piece. It makes a difference for images of more than 4,096 patches."""
 _LEAST_ROWS = 16
 
 
@@ -33,7 +33,8 @@ class Pieces:
         self._divides = device.type == "cpu"
 
     def of(self, compute: Callable[..., tuple[Tensor, ...]], *inputs: Tensor, keys: int = 0) -> tuple[Tensor, ...]:
-        """Return compute(*inputs), each row of which depends on the same row of the inputs only.
+        """Return compute(*inputs), computed piece by piece. Each of its rows may depend only on the same row of the
+        inputs.
 
         Args:
             inputs: [rows, ...] each.

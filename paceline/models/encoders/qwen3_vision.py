@@ -183,7 +183,7 @@ def _squares(grid: Tensor, side: int) -> Tensor:
 
 
 class _Table:
-    """The positions of patches, linearly between those of a smaller or larger table.
+    """The position embeddings of an image's patches, interpolated linearly from a table of another size.
 
     Args:
         positions: fp32 [side, side, size].
@@ -203,9 +203,9 @@ class _Table:
 
 
 def _neighbours(size: int, count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return where `count` places are among `size` entries, from the first to the last, at equal distances.
+    """Spread `count` places evenly over `size` entries, from the first entry to the last.
 
-    The results are the entries before and after each place, and the distance from the one before.
+    Return the entry before and the entry after each place, and its distance from the entry before.
     """
     places = torch.linspace(0, size - 1, count, device=device)
     low = places.floor().long()

@@ -42,7 +42,7 @@ class Codes(NamedTuple):
     scales: Tensor
     """[out, groups], fp16, bf16 or fp32. All groups have `group` values along `in`, but the last may have fewer."""
     offsets: Tensor | None
-    """Same shape, fp32; or None, as with fp32 scales."""
+    """fp32, in the shape of the scales; None if weights have no offset. fp32 scales never have offsets."""
     bits: int
     """4 or 8."""
     group: int
@@ -50,12 +50,12 @@ class Codes(NamedTuple):
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores its quantized matrices. A matrix that has none of these tensors is not quantized."""
+    """How a checkpoint stores its quantized matrices. A matrix without a tensor of `marks` is not quantized."""
 
     name: ClassVar[str]
     """The format in a few words, for people."""
     marks: ClassVar[Sequence[str]]
-    """Ends of the names of tensors of which a quantized matrix has one, and no other matrix has any."""
+    """Ends of tensors' names. A quantized matrix has one of these tensors, and no other matrix has any."""
     unread: ClassVar[Sequence[str]]
     """Ends of the names of tensors that are not read, such as scales of activations."""
 
@@ -115,7 +115,7 @@ def object_field(config: Json, name: str, field: str) -> Json:
 
 
 def is_in_order(groups_of_inputs: Tensor, group: int) -> bool:
-    """Return whether input i belongs to group i // group. Some writers say so by zeros alone."""
+    """Return whether input i belongs to group i // group. Some writers store only zeros if this is so."""
     in_order = groups_of_inputs.new_tensor(range(len(groups_of_inputs))) // group
     return bool((groups_of_inputs == in_order).all() or (groups_of_inputs == 0).all())
 

@@ -29,7 +29,7 @@ _OWNER = "_paceline_attention"
 _NEUTRAL = frozenset(
     {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "position_embeddings"}
 )
-"""Arguments of attention calls that need no attention: masks and modules tell the same, or we ignore it on purpose."""
+"""Arguments of attention calls that we do not read: masks and modules say the same, or the result may ignore them."""
 
 
 @dataclass(frozen=True, slots=True)

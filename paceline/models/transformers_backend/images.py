@@ -41,7 +41,7 @@ def load_images(
 
 
 def keep_children(module: nn.Module, kept: Sequence[nn.Module]) -> None:
-    """Free all other direct parts of a module."""
+    """Free all direct parts of a module that are not in `kept`."""
     for name, child in list(module.named_children()):
         if not any(child is each for each in kept):
             setattr(module, name, None)
@@ -54,7 +54,8 @@ class ImageTower:
         core: has `get_image_features`.
         settings: the values of preprocessor_config.json.
 
-    Raises ModelError if rows are no hidden states of the text model, or the settings say not how pixels are scaled.
+    Raises ModelError if rows do not have the form of the text model's hidden states, or if the settings do not say how
+    pixels are scaled.
     """
 
     takes = torch.uint8

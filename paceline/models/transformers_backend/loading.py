@@ -169,7 +169,7 @@ def _name(config: Any) -> str:
 
 @contextlib.contextmanager
 def foreign_code(what: str) -> Iterator[None]:
-    """Turn whatever code of `transformers` or of a checkpoint raises into a ModelError that begins with `what`."""
+    """Turn any exception from code of `transformers` or of a checkpoint into a ModelError that begins with `what`."""
     try:
         yield
     except (ConfigError, ModelError):

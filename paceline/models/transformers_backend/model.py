@@ -123,7 +123,7 @@ class TransformersModel:
         self._attention.number(calls)
         with self._attention.watching():
             output = self._run(tokens, tokens)
-            if reads_images(self._own_config):  # then the decoder is a part of what stands before the head
+            if reads_images(self._own_config):  # then the decoder is only one part of the model before its head
                 place = self._causal.base_model_prefix
                 output = self._causal.base_model(input_ids=tokens[None], position_ids=tokens[None], use_cache=False)
         self._no_hidden: Tensor = output.last_hidden_state[0, :0]
@@ -164,7 +164,7 @@ class _Given(nn.Module):
 
     @contextmanager
     def holding(self, hidden: Tensor) -> Iterator[None]:
-        """Return hidden [1, tokens, hidden] from calls meanwhile."""
+        """Let calls of this module return `hidden` [1, tokens, hidden] within the context."""
         self._hidden = hidden
         try:
             yield

@@ -22,10 +22,10 @@ _CHUNKS = ((0, 5), (5, 6), (6, BASE_TOKENS))
 
 
 def check_results(model: Model, own_hidden: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    """Compare a model's hidden states over paged caches with those of the same model with its own attention.
+    """Compare a model's hidden states over paged caches with its hidden states under its own attention.
 
-    This finds whatever nothing else refuses: states besides keys and values, positions that count differently, biases
-    of attention scores, and tokens that see later ones or those of other requests.
+    This finds faults that no other check refuses: states besides keys and values, positions that count differently,
+    biases of attention scores, and tokens that see later ones or those of other requests.
 
     Args:
         own_hidden: computes the hidden states [tokens, hidden] of one context [tokens].

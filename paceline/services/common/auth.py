@@ -1,9 +1,9 @@
-"""Proof in every gRPC call that its caller has the cluster's secret. Servers require it, for all methods alike.
+"""A proof in every gRPC call that its caller has the cluster's secret. Servers require it for all methods.
 
 The secret itself is never sent, because without TLS nobody knows who listens at an address. A call has a keyed hash
-(HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So a proof that somebody
-sees is of no use for another method, at another service, a second time, or later. The answer to a health check proves
-that the service has the secret, too, so that nobody else stays in the fleet at the address of a member.
+(HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So an intercepted proof
+is useless for another method, at another service, a second time, or later. The answer to a health check also proves
+that the service has the secret, so that no other program stays in the fleet at the address of a member.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REFUSAL = (
     "and restart the one that has an older secret"
 )
 SKEWED = ("paceline-clock", "differs")
-"""Trailing metadata of a call that was refused for the clock of its caller."""
+"""Trailing metadata of a call that was refused because its caller's clock is wrong."""
 
 _KEY = "authorization"
 _SCHEME = "Paceline "
@@ -49,7 +49,7 @@ class Prover:
     """Makes the proofs of the calls to one service.
 
     Args:
-        meant: the address of the service, or what stands for it, such as HOST_SERVICE.
+        meant: the address of the service, or a name in its place, such as HOST_SERVICE.
     """
 
     def __init__(self, secret: Secret, meant: str) -> None:
@@ -58,7 +58,7 @@ class Prover:
         self._meant = quote(meant, safe="/:[]*")
 
     def header(self, method: str) -> tuple[str, str]:
-        """Return the metadata of a new call of a method, such as "/paceline.v1.Decode/Generate"."""
+        """Return the metadata for a new call of a method, such as "/paceline.v1.Decode/Generate"."""
         now, nonce = str(int(time.time())), secrets.token_hex(12)
         mac = _mac(self._key, method, now, nonce, self._meant)
         return _KEY, f"{_SCHEME}v1:{now}:{nonce}:{mac}:{self._meant}"
@@ -78,7 +78,8 @@ class Prover:
 def answer(secret: Secret, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str], ...]:
     """Return the trailing metadata for a caller that has asked for a proof that this service has the secret.
 
-    It covers what the caller meant, which was checked before. So it is of no use to a program at another address.
+    The proof covers the address that the caller meant, which was checked before. So it is useless to a program at
+    another address.
 
     Args:
         metadata: the metadata of the call.
@@ -123,7 +124,8 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         if len(given) != 1 or not isinstance(given[0], str):
             return _refusal(REFUSAL)
         if given[0].startswith(_OLD_SCHEME) and self._secret.matches(given[0][len(_OLD_SCHEME) :]):
-            # Releases without proofs send the secret. It is accepted, so that a fleet can be updated while it serves.
+            # Releases without proofs send the secret itself. It is accepted, so that a fleet can be updated while it
+            # serves.
             return await continuation(handler_call_details)
         return self._problem(handler_call_details.method, given[0]) or await continuation(handler_call_details)
 
@@ -135,7 +137,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         then, nonce, mac, meant = found.groups()
         if not hmac.compare_digest(mac, _mac(self._key, method, then, nonce, meant)):
             return _refusal(REFUSAL)
-        # Everything below is told to an owner of the secret.
+        # From here on, the caller has the secret, so it is told the reason.
         if unquote(meant) not in self._known_as and not (meant == ANY_SERVICE and method.startswith(_HEALTH)):
             return _refusal(
                 f"the call was meant for {meant}, and this service is {' or '.join(sorted(self._known_as))}; give it "
@@ -151,18 +153,18 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
 
 class _UsedNonces:
-    """The random numbers of accepted proofs, for as long as their time would be accepted."""
+    """The random numbers of accepted proofs, kept while a proof with their time would still be accepted."""
 
     def __init__(self) -> None:
         self._newer: set[str] = set()
         self._older: set[str] = set()
         self._turn_at = time.monotonic()
-        """When the newer ones become the older ones, on time.monotonic()."""
+        """Time at which the newer numbers become the older ones, on time.monotonic()."""
 
     def add(self, nonce: str) -> bool:
         """Remember a number. Return whether it is new."""
         if (now := time.monotonic()) >= self._turn_at:
-            # A caller's clock may be ahead, so that its proof is good for twice the time.
+            # A caller's clock may be ahead, so its proof may be valid for twice the time.
             self._newer, self._older, self._turn_at = set(), self._newer, now + 2 * CLOCK_SECONDS
         if nonce in self._newer or nonce in self._older:
             return False

@@ -1,4 +1,4 @@
-"""A set of things that failed recently and are avoided for a while."""
+"""A set of keys, such as links, that failed recently and are avoided for a while."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Avoided(Generic[K]):
     def __init__(self, seconds: tuple[float, float]) -> None:
         self._seconds = seconds
         self._until: dict[K, float] = {}
-        """When each key may be tried again, on time.monotonic()."""
+        """Time at which each key may be tried again, on time.monotonic()."""
 
     def add(self, key: K) -> None:
         self._until[key] = time.monotonic() + random.uniform(*self._seconds)

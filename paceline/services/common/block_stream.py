@@ -1,7 +1,8 @@
-"""The Redis stream of block events: kvtransfer services write which blocks are reusable, and gateways read it.
+"""The Redis stream of block events: kvtransfer services write the changes of their reusable blocks, and gateways read
+them.
 
-The stream is a hint: it may be lost at any time, and nobody waits for it. Events of one pool are numbered without gaps,
-so a reader knows when it has missed some.
+The stream is only a hint: it may be lost at any time, and nobody waits for it. Events of one pool are numbered without
+gaps, so a reader knows when it has missed some.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class BlockBatch:
 
     @staticmethod
     def from_entry(entry: Mapping[bytes, bytes]) -> BlockBatch | None:
-        """Return the batch, or None if the entry has another format, as when another program wrote it."""
+        """Return the batch; None if the entry has another format, for example because another program wrote it."""
         try:
             events = tuple(
                 BlockEvent("stored" if stored else "removed", group, digest)

@@ -34,7 +34,9 @@ class CertificateFiles:
         return _read(self.certfile), _read(self.keyfile), _read(self.ca_certs) if self.ca_certs else b""
 
     def versions(self) -> list[tuple[int, ...] | None]:
-        """Return for each file what changes whenever the file is written or replaced; None if there is no such file."""
+        """Return, for each file, numbers that change whenever the file is written or replaced; None if there is no such
+        file.
+        """
         return [_version(path) for path in (self.certfile, self.keyfile, self.ca_certs) if path]
 
 
@@ -73,7 +75,7 @@ def server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLCo
     """Return a context for servers of HTTP/1.1.
 
     Args:
-        verify: whether clients may or must show a certificate, which one of `files.ca_certs` has signed.
+        verify: whether clients may or must show a certificate, which must be signed by one of `files.ca_certs`.
 
     Raises ConfigError if the files cannot be used.
     """

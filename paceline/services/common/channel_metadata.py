@@ -18,7 +18,7 @@ class ChannelWithMetadata(grpc.aio.Channel):
     differently.
 
     Args:
-        same: the part of the metadata that all calls have.
+        same: metadata that are the same for all calls.
         prover: makes the proof of each call; None if there is no secret.
     """
 

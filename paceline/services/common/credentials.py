@@ -72,8 +72,8 @@ def read_credentials(config: ServiceConfig) -> Credentials:
 
 
 def _both_sides(files: CertificateFiles) -> _Sides:
-    """Return what the two sides of a connection need. Raises ConfigError if the files cannot be used."""
-    server_context(files, ssl.CERT_REQUIRED)  # gRPC would not say what is wrong with the files
+    """Return the credentials of both sides of a connection. Raises ConfigError if the files cannot be used."""
+    server_context(files, ssl.CERT_REQUIRED)  # gRPC would not explain the fault in the files
     certificate, key, authorities = files.read()
     return _Sides(
         grpc.ssl_channel_credentials(authorities, key, certificate),

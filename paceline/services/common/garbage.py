@@ -16,7 +16,8 @@ _NEVER = 1 << 30
 
 
 async def collect_when_idle(running: Callable[[], int]) -> None:
-    """Run full collections while no request runs, or else rarely, until cancelled. Python runs none by itself then.
+    """Run full collections while no request runs, and rarely otherwise, until cancelled. Meanwhile Python runs none by
+    itself.
 
     A full collection looks at all objects and stops the process meanwhile. With 1,000 open streams this takes 0.3 s,
     and Python would do it every few seconds. The younger generations are collected as usual, and most objects need no
@@ -42,7 +43,7 @@ def is_due(collections: int, seconds: float, running: int) -> bool:
     """Return whether a full collection should run now.
 
     Args:
-        collections: those of the middle generation since the last full collection.
+        collections: number of collections of the middle generation since the last full collection.
         seconds: time since the last full collection.
         running: number of requests that run now.
     """

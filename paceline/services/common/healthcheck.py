@@ -1,8 +1,9 @@
 """A health check of one service: `python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]`.
 
 CONFIG_FILE is the service's --config. The keys at its top name the secret and the certificates. Exit code 0: the
-service takes requests; 1: it does not, because it starts, drains or is gone; 2: wrong usage, or it does not trust us.
-With --alive, the code is also 0 for a service that answers and takes no requests, such as one that drains.
+service takes requests; 1: it does not, because it is starting, draining or gone; 2: wrong usage, or the service does
+not trust this caller. With --alive, the code is also 0 for a service that answers and takes no requests, such as one
+that drains.
 """
 
 from __future__ import annotations

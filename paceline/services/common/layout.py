@@ -12,7 +12,7 @@ _MAX_GROUPS = 64
 _MAX_NAME = 256
 _MAX_PARTS = 4096
 _SHOWN = 16
-"""Digits of a digest that people are shown."""
+"""Number of digits of a digest that are shown to people."""
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:

@@ -64,7 +64,9 @@ async def start_unless_stopped(start: Coroutine[Any, Any, Started], stop: asynci
 
 
 def reachable_address(config: ServiceConfig, port: int) -> str:
-    """Return the host:port at which other hosts reach this service. Raises ConfigError if it cannot be found out."""
+    """Return the host:port at which other hosts reach this service. Raises ConfigError if the address cannot be
+    determined.
+    """
     host = (config.advertise or config.host).strip("[]")
     if host in ("0.0.0.0", "::"):
         address = best_address(_own_addresses(config.redis, socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC))
@@ -80,7 +82,7 @@ def best_address(candidates: Sequence[str]) -> str | None:
     """Return the first address that other machines can reach, or else the first one; None if there is none."""
     for address in candidates:
         kind = ipaddress.ip_address(address)
-        # A link-local address needs a scope, which others do not have.
+        # A link-local address needs a scope, which other machines do not know.
         if not kind.is_loopback and not kind.is_link_local:
             return address
     return candidates[0] if candidates else None
@@ -88,8 +90,8 @@ def best_address(candidates: Sequence[str]) -> str | None:
 
 def announce_ready(config: ServiceConfig, address: str) -> None:
     """Tell the process that started this one that requests may come, if it passed --ready-fd."""
-    # Objects that exist by now will stay, so the garbage collector need not check them again. To check all of torch's
-    # objects takes about 50 ms, in which this process runs no other Python.
+    # Objects that exist by now will stay, so the garbage collector need not check them again. Checking all of torch's
+    # objects takes about 50 ms, during which this process runs no other Python code.
     gc.collect()
     gc.freeze()
     if config.ready_fd >= 0:

@@ -1,9 +1,9 @@
-"""Following the members of a cluster: who has sent a heartbeat, who has not, and whose figures have changed.
+"""Following the members of a cluster: which have sent a heartbeat, which have not, and which have new figures.
 
-A reading costs as much as there is news. Beats say which version a member's value has, and only values with another
-version than before are read. A beat that is lost does no harm, because the next one says the same. Members of earlier
-releases write no beats, so their values are read each time. What no service of this cluster has signed is no news,
-except that a member leaves: a member that serves stays all the same.
+A reading costs as much as there is news. A beat has the version of a member's value, and only values with a new version
+are read. A lost beat does no harm, because the next one has the same content. Members of earlier releases write no
+beats, so their values are read each time. Values and beats that no service of this cluster has signed are ignored. A
+member's notice that it leaves needs no signature: a member that still serves stays all the same.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from paceline.services.common.registry import (
 )
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
-"""Time without a heartbeat after which a member is no longer listed. It leaves time to find out why before the TTL."""
+"""Time without a heartbeat after which a member is no longer listed, in seconds. It is shorter than the TTL, to leave
+time for finding the reason.
+"""
 _SCAN_SECONDS = 5.0
 """Time between two searches for members of earlier releases, if none is known."""
 _ANSWER_SECONDS = 1.0
@@ -64,18 +66,19 @@ class MemberFeed:
         self._last = b""
         """Id of the newest beat that was read."""
         self._versions: dict[str, bytes] = {}
-        """Version of each member's value that was read last."""
+        """Version of each member's value as it was last read."""
         self._heard: dict[str, float] = {}
-        """When each listed member was heard last, on time.monotonic()."""
+        """Time of the last heartbeat of each listed member, on time.monotonic()."""
         self._mute: set[str] = set()
         """Members that write no beats."""
         self._ended: set[str] = set()
-        """Members that have ended and were not heard since. Redis keeps the value of a killed process for a while. It
-        is no news, so their versions are kept until they are off the list."""
+        """Members that have ended and have sent no heartbeat since. Redis keeps the value of a killed process for a
+        while, which must not count as news. So their versions are kept until they are off the list.
+        """
         self._scan_at = 0.0
-        """When the set of names is to be read again."""
+        """Time at which the set of names is to be read again."""
         self._answers_since: float | None = None
-        """Since when Redis has answered every time; None if it did not answer the last time."""
+        """Time since which Redis has answered every time; None if it did not answer the last time."""
 
     def forget(self, name: str) -> None:
         """Treat a member that has ended as new if it is heard again."""
@@ -89,7 +92,8 @@ class MemberFeed:
     async def read(self, take: Callable[[News], object]) -> None:
         """Give all news since the last call to `take`, in parts. The first call reads all members.
 
-        Raises RedisError, OSError or TimeoutError if Redis does not answer. Then the parts before count all the same.
+        Raises RedisError, OSError or TimeoutError if Redis does not answer. Parts that were passed to `take` before
+        still count.
         """
         try:
             await self._read(take)
@@ -115,7 +119,7 @@ class MemberFeed:
             self._scan_at = time.monotonic() + _SCAN_SECONDS * random.uniform(0.8, 1.2)
 
     def _noted(self, news: News) -> News:
-        """Remember who was heard. Return the argument."""
+        """Remember the members that have sent a heartbeat. Return the argument."""
         self._heard.update(dict.fromkeys(news.heard, time.monotonic()))
         for name in news.unlisted:
             self._heard.pop(name, None)
@@ -174,8 +178,8 @@ class MemberFeed:
         return [name for name, value in zip(names, values) if value is None]
 
     async def _scan(self, take: Callable[[News], object]) -> None:
-        """Read the members that are listed and were not heard lately, and those that write no beats."""
-        # If Redis has begun anew with a clock that is behind, the ids of new beats are smaller.
+        """Read the listed members that have sent no heartbeat lately, and the members that write no beats."""
+        # If Redis was started again with a clock that is behind, the ids of new beats are smaller.
         self._last = min(self._last, await self._newest(), key=_place)
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
         for name in self._ended.difference(map(_name, listed)):

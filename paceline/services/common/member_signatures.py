@@ -1,9 +1,9 @@
-"""Signatures of members in Redis: to write to Redis is not enough to make, change or bring back a member.
+"""Signatures of members in Redis, so that write access to Redis is not enough to add, change or bring back a member.
 
 A member is written with a *mark*: the time of the writing, and a keyed hash (HMAC-SHA-256) of this time, the member's
-version, its cluster and its name. So a mark is of no use for another value, name or cluster. Its time must grow: a
-reader takes nothing that is older than what it has read, and the same mark only for the time that a member lives in
-Redis. A reader that has just started goes by its clock.
+version, its cluster and its name. So a mark is useless for another value, name or cluster. Its time must grow: a reader
+ignores marks that are older than one that it has read, and accepts the same mark only for the TTL of a member in Redis.
+A reader that has just started checks the time against its own clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELD = bytes((0xE2, 0x01, _MARK.size))
 """Begin of the field `mark` of a protobuf Member, which is the last one of a signed value."""
 _VERSION_BYTES = 16
 _FRESH_SECONDS = TTL_SECONDS + CLOCK_SECONDS
-"""Age up to which a reader takes the first mark of a member, in seconds by its own clock."""
+"""Age up to which a reader accepts the first mark of a member, in seconds by its own clock."""
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +42,16 @@ class _Newest(NamedTuple):
     stamp: int
     """The time in the newest mark, in nanoseconds on the writer's clock."""
     since: float
-    """When this mark was read first, on time.monotonic()."""
+    """Time at which this mark was first read, on time.monotonic()."""
 
 
 class MemberSignatures:
     """Signs the members that one service writes, and checks those that it reads.
 
-    Without a secret nothing is signed, and everything is taken.
+    Without a secret nothing is signed, and everything is accepted.
 
     Args:
-        count_ignored: called for each value and beat that is not taken.
+        count_ignored: called for each value and beat that is ignored.
     """
 
     def __init__(self, secret: Secret, cluster: str, count_ignored: Callable[[], object] = lambda: None) -> None:
@@ -61,9 +61,9 @@ class MemberSignatures:
         """The time in the newest mark that this service has written."""
         self._newest: dict[str, _Newest] = {}
         self._sweep_at = time.monotonic()
-        """When names that are not read any more are forgotten next, on time.monotonic()."""
+        """Next time at which names that are no longer read are forgotten, on time.monotonic()."""
         self._told: set[str] = set()
-        """Kinds of trouble of which the log has said what to do."""
+        """Kinds of trouble that were logged already."""
         self._count_ignored = count_ignored
 
     def sign(self, name: str, member: bytes) -> tuple[bytes, bytes]:
@@ -117,7 +117,7 @@ class MemberSignatures:
         if abs(time.time_ns() - stamp) > _FRESH_SECONDS * 1e9:
             return False
         if now >= self._sweep_at:
-            # The clock alone refuses the marks of members that were read last before this. Theirs may be ahead of ours.
+            # Marks of forgotten members are refused only by the clock, and their clocks may be ahead of ours.
             kept = now - 2 * _FRESH_SECONDS
             self._newest = {other: known for other, known in self._newest.items() if known.since >= kept}
             self._sweep_at = now + 2 * _FRESH_SECONDS
@@ -139,4 +139,4 @@ class MemberSignatures:
 
 
 UNSIGNED = MemberSignatures(Secret(), "")
-"""Signs nothing and takes everything, as in a cluster without a secret."""
+"""Signs nothing and accepts everything, as in a cluster without a secret."""

@@ -1,6 +1,6 @@
 """Roles whose number of workers a person has set, in Redis: gateways write them, the planner obeys them.
 
-The planner remembers what it has read, and writes it again if Redis has lost it.
+The planner remembers these numbers, and writes them again if Redis has lost them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ def _key(cluster: str) -> str:
 
 
 def is_count(value: bytes) -> bool:
-    """Return whether a value in Redis is a number of workers. Others can write there, too."""
+    """Return whether a value in Redis is a number of workers. Other programs can write there, too."""
     return value.isdigit() and len(value) < 7
 
 
 async def write_pins(client: Redis, cluster: str, pins: Mapping[Role, int]) -> None:
-    """Tell the planner to keep so many workers of each of these roles. Raises RedisError."""
+    """Tell the planner to keep these numbers of workers of these roles. Raises RedisError."""
     await client.hset(_key(cluster), mapping={str(role): count for role, count in pins.items()})
 
 
@@ -36,7 +36,7 @@ async def release_pins(client: Redis, cluster: str, roles: Iterable[Role]) -> No
 
 
 class Pins:
-    """The planner's memory of what people have set."""
+    """The planner's memory of the numbers that people have set."""
 
     def __init__(self, client: Redis, cluster: str) -> None:
         self._client = client
@@ -45,7 +45,7 @@ class Pins:
         """Number of workers by role."""
 
     async def replace(self, pins: Mapping[Role, int]) -> None:
-        """Take in what people have changed at the platform itself. Raises RedisError.
+        """Note the numbers that people have changed at the platform itself. Raises RedisError.
 
         A number that a gateway has written since the last `read` is newer and stays.
         """
@@ -76,5 +76,5 @@ class Pins:
                 await self._client.hdel(key, role)
         for role, count in self.now.items():
             if role.encode() not in found:
-                # Not if a gateway has written meanwhile.
+                # It is not written if a gateway has written meanwhile.
                 await self._client.hsetnx(key, role, str(count))

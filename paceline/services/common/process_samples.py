@@ -1,4 +1,4 @@
-"""Figures of a service's own process for metrics, so that an operator sees what grows."""
+"""Figures of a service's own process for metrics, so that an operator sees a leak."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def with_password(url: str, file: str) -> str:
         parts = urlsplit(url)
         user, password = parts.username or "", parts.password
     except ValueError:
-        return url  # whoever connects says what is wrong with it
+        return url  # an invalid URL is reported when a client connects
     if not parts.scheme:
         raise ConfigError(f"{_OPTION} needs --redis")
     if password is not None or "password=" in parts.query:
@@ -37,5 +37,5 @@ def with_password(url: str, file: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return a URL of Redis for messages. Users and passwords are left out, in its options, too."""
+    """Return a URL of Redis for messages. Users and passwords are left out, even in its options."""
     return re.sub(r"(password=)[^&#]*", r"\1…", re.sub("//.*@", "//…@", url))

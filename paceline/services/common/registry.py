@@ -1,9 +1,9 @@
-"""The registry of live services in Redis, with their roles and loads. It is a hint that may be lost at any time.
+"""The registry of live services in Redis, with their roles and loads. It is only a hint, and may be lost at any time.
 
 Each service writes one key with a time-to-live and renews it. With each renewal it adds a *beat* to a stream: its name
-and the version of its value. Gateways read the beats, and only those values that have changed (`member_feed.py`). The
-value has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the
-next heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_signatures.py`).
+and the version of its value. Gateways read the beats, and only values that have changed (`member_feed.py`). The value
+has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the next
+heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_signatures.py`).
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ LEFT = b""
 _BEATS_SECONDS = 30.0
 """Age up to which the stream keeps beats. Gateways read it twice a second, and a beat that is lost does no harm."""
 _MOST_BYTES = 1 << 20
-"""Largest size of a member. Others can write to Redis, too, and a longer value would only cost time and memory."""
+"""Largest size of a member, in bytes. Other programs can write to Redis, too, and a longer value would only cost time
+and memory.
+"""
 _STREAM_SECONDS = 600
-"""Time after a member has left until the stream expires, so that Redis keeps none of a cluster that has ended."""
+"""Time after a member has left until the stream expires, in seconds. So nothing stays in Redis after a cluster has
+ended.
+"""
 
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
@@ -68,17 +72,18 @@ class Member:
     epoch: int
     """Increases with every start of the service, and every change of its role."""
     address: str
-    """host:port of its gRPC server; a gateway's HTTP server."""
+    """host:port of its gRPC server, or of a gateway's HTTP server."""
     host_id: str
     """Id of the kvtransfer service whose arena it uses. A handoff between workers of one host moves no bytes."""
     state: State = "ready"
     model: str = ""
-    """Digest of the model's config and tokenizer. A gateway gives requests only to workers with the same one."""
+    """Digest of the model's config and tokenizer. A gateway gives requests only to workers with the same digest."""
     layout: str = ""
-    """Fingerprint of the KV layout. Only workers with the same one can hand over to each other."""
+    """Fingerprint of the KV layout. Only workers with the same fingerprint can hand over to each other."""
     weights: str = ""
     """Digest of the model's config and weights. "" if unknown: the worker has not loaded them, or is of an earlier
-    release. An answer that has begun goes on only at workers with the same one."""
+    release. An answer that has begun continues only at workers with the same digest.
+    """
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the files that `model` covers, by their names."""
     max_model_len: int = 0
@@ -100,9 +105,9 @@ class Member:
     numerics: Numerics | None = None
     """None if unknown: the member is no worker, is starting, or is of an earlier release."""
     wire: WireVersions = OURS
-    """Versions of the protocol between services that it speaks."""
+    """Versions of the protocol between services that the member speaks."""
     release: str = paceline.__version__
-    """"" if it is of an earlier release that does not say it."""
+    """Release of the member; "" for earlier releases, which do not name it."""
     beats: bool = True
     """Whether the member writes beats. Members of earlier releases write none."""
 
@@ -207,11 +212,11 @@ async def read_values(client: redis.Redis, keys: Sequence[str]) -> list[bytes | 
 
 async def read_members(client: redis.Redis, cluster: str, signatures: MemberSignatures) -> list[Member]:
     """Return all members that Redis lists now, sorted by name. Raises RedisError."""
-    # SORT would need only one round trip, but Redis forbids it to users who may not read all keys.
+    # SORT would need only one round trip, but Redis denies it to users who may not read all keys.
     names = sorted(await cast(Awaitable[set[bytes]], client.smembers(names_key(cluster))))
     if not names:
         return []
-    # A name that is no text is none of ours. Under the replaced name there is no value, so it is taken off the list.
+    # A name that is not UTF-8 is not ours. Under its decoded form there is no value, so it is taken off the list.
     texts = [name.decode(errors="replace") for name in names]
     values = await read_values(client, [member_key(cluster, text) for text in texts])
     if ended := [name for name, value in zip(names, values) if value is None]:
@@ -222,7 +227,7 @@ async def read_members(client: redis.Redis, cluster: str, signatures: MemberSign
 
 
 async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]) -> list[float]:
-    """Return for each member how long ago it wrote its value, in seconds; TTL_SECONDS if that is gone.
+    """Return the age of each member's value, in seconds; TTL_SECONDS if the value is gone.
 
     Raises RedisError.
     """
@@ -236,9 +241,8 @@ async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]
 def oldest_kept(newest: bytes, seconds: float) -> str | None:
     """Return the id of the oldest entry that a stream keeps if it keeps `seconds` before the entry `newest`.
 
-    A number of entries would keep the news of hours in a small fleet, and of too few seconds in a large one. Ids are
-    times on the clock of Redis, so clocks of the writers do not matter. None, which trims nothing, if `newest` is
-    empty.
+    A fixed number of entries would cover hours in a small fleet, and too few seconds in a large one. Ids are times on
+    the clock of Redis, so clocks of the writers do not matter. None, which trims nothing, if `newest` is empty.
     """
     return str(max(0, int(newest.partition(b"-")[0]) - int(seconds * 1000))) if newest else None
 
@@ -297,7 +301,7 @@ class Registrar:
         await self._client.aclose()
 
     def announce(self) -> None:
-        """Write the member now and not only with the next heartbeat, for example because it begins to drain."""
+        """Write the member now instead of with the next heartbeat, for example because it begins to drain."""
         self._wake.set()
 
     async def _beat(self) -> None:
@@ -314,7 +318,7 @@ class Registrar:
                 reachable = False
             except Exception:
                 log.exception("unexpected error in a heartbeat")
-            # Services that started together, or found Redis again together, do not stay in step.
+            # Random, so that services that started together, or found Redis again together, do not stay in step.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS * random.uniform(0.9, 1.1)):
                     await self._wake.wait()

@@ -49,8 +49,8 @@ def open_channel(
 
     Args:
         wire: the protocol versions that this service speaks.
-        meant: what the proofs of the calls name instead of the address, if the service may not know that address. See
-            `auth`.
+        meant: name that the proofs of the calls use instead of the address, if the service may not know that address.
+            See `auth`.
     """
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -96,7 +96,7 @@ class RpcServer:
 
     Its health is reported under "" and under its own name. If there is a secret, all calls without a proof of it are
     refused, health checks included. With TLS, a connection without a certificate of the cluster ends before any call.
-    Calls of services that speak none of our protocol versions are refused, except health checks.
+    Calls from services that speak none of our protocol versions are refused, except health checks.
 
     Register servicers on `server`, then call `start`, then `set_ready`. `close` refuses new calls and lets running
     ones end.
@@ -142,12 +142,12 @@ class RpcServer:
         return self._port
 
     def known_as(self, address: str) -> str:
-        """Accept calls that are meant for this address, or for what stands for it, such as HOST_SERVICE. Return it."""
+        """Accept calls that are meant for this address, or for a name in its place, such as HOST_SERVICE. Return it."""
         self._known_as.add(address)
         return address
 
     async def start(self) -> int:
-        """Serve, not ready yet, and return the port. Raises ConfigError if the port cannot be used."""
+        """Begin to serve, not ready yet, and return the port. Raises ConfigError if the port cannot be used."""
         if not self._bound:
             self.bind()
         await self.set_ready(False)
@@ -176,7 +176,8 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
 async def health_of(
     channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0
 ) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType | None:
-    """Return what the standard health service says about the service with this name; None if there is no answer.
+    """Return the status that the standard health service reports for the service with this name; None without an
+    answer.
 
     Raises the same errors as `is_serving`.
     """

@@ -44,7 +44,7 @@ _DRAINING = "paceline-draining"
 """Key of the trailing metadata that tells a draining worker from one that has failed: both are UNAVAILABLE."""
 
 _OURS = ("paceline-error", "1")
-"""Trailing metadata of errors that a service answered itself. gRPC makes the other ones, in its own words."""
+"""Trailing metadata of errors that come from a service. Errors without it come from gRPC."""
 
 _GRPC_SAYS = {
     grpc.StatusCode.UNAVAILABLE: "has ended or cannot be reached",
@@ -52,7 +52,7 @@ _GRPC_SAYS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
     grpc.StatusCode.UNIMPLEMENTED: "does not know this call; is it of an older release?",
 }
-"""What gRPC's own errors mean. Callers get these words, because gRPC's are about addresses and sockets."""
+"""Meanings of gRPC's own errors. Callers get these words, because gRPC's messages are about addresses and sockets."""
 
 
 @contextlib.asynccontextmanager
@@ -73,7 +73,7 @@ async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None
 
 
 def _details(error: PacelineError) -> Iterator[tuple[str, str]]:
-    """Yield what a status code cannot say of an error, as trailing metadata."""
+    """Yield the details of an error that a status code cannot express, as trailing metadata."""
     if isinstance(error, InvalidRequestError) and error.param:
         yield _PARAM, error.param
     if isinstance(error, DrainingError):
@@ -94,7 +94,7 @@ async def _abort(
 
 
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
-    """Return our error for a status code that a caller got. `who` names the other side in the message."""
+    """Return our error for a status code that a caller has received. `who` names the other side in the message."""
     details = error.details() or error.code().name
     metadata = list(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
     more = {key: str(value) for key, value in metadata}

@@ -1,4 +1,4 @@
-"""Secrets: the one that the services of a cluster share, in a file that only its owner may read, and new keys."""
+"""The secret that the services of a cluster share, in a file that only its owner may read, and new API keys."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
 
     Args:
         option: the option that names the file.
-        most_bytes: size of the largest file that makes sense. A larger one was named by mistake.
+        most_bytes: size of the largest plausible file. A larger one was named by mistake.
         advice: how to make such a file.
 
     Raises ConfigError if the file cannot be read, or if other users may open it.
     """
     try:
-        # O_NONBLOCK: a pipe that was named by mistake would make `open` wait for its other end.
+        # O_NONBLOCK: `open` must not wait for the other end of a pipe that was named by mistake.
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise ConfigError(f"cannot read {option} {file}: {error.strerror}; {advice}") from error

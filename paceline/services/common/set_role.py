@@ -10,7 +10,7 @@ from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.rpc_errors import unmapped_error
 
 ANSWER_SECONDS = 10.0
-"""Deadline of the worker's answer, in seconds. It comes when the worker has begun to drain for the change."""
+"""Deadline of the worker's answer, in seconds. The worker answers after it has begun to drain for the change."""
 
 
 async def set_role(channel: grpc.aio.Channel, worker_id: str, role: str, epoch: int = 0) -> int:

@@ -1,8 +1,8 @@
 """Mapping of files that processes of a host share: the arena and the pools beside it.
 
-Their memory is in pages of 2 MiB if Linux has them (6.1 or newer, MADV_COLLAPSE), because attention reads all over it,
-and with pages of 4 KiB it waits for page tables about as often as for keys. A huge page must also begin at a multiple
-of its size in the address space. Python's own `mmap` does not promise that.
+Their memory is in pages of 2 MiB if Linux has them (6.1 or newer, MADV_COLLAPSE), because attention reads from all of
+it, and with pages of 4 KiB it would wait for page tables about as often as for keys. A huge page must also begin at a
+multiple of its size in the address space. Python's own `mmap` does not promise that.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def map_shared(descriptor: int, size: int) -> memoryview:
     Raises:
         OSError: there is no room in the address space, or the file cannot be mapped.
     """
-    # The reserved range has room for an aligned part, where the file is mapped.
+    # The reserved range has room for an aligned part. The file is mapped there.
     reserved = _mmap(None, size + _PAGE, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     try:
         at = -(-reserved // _PAGE) * _PAGE

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, UnavailableError
 
 ANSWER_SECONDS = 30.0
-"""Deadline of the supervisor's answer. It starts processes in this time; it does not wait until they are ready."""
+"""Deadline of the supervisor's answer. In this time it starts processes, but does not wait until they are ready."""
 
 
 async def ask_supervisor(socket: str, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and wait until they have ended, with or without an error.
 
-    To cancel once is not enough: up to Python 3.11, `asyncio.wait_for`, which the Redis client uses to send, loses a
-    cancellation that comes together with the result that it waits for.
+    Cancelling once is not enough: up to Python 3.11, `asyncio.wait_for`, which the Redis client uses to send, loses a
+    cancellation that comes together with the awaited result.
     """
     pending = set(tasks)
     while pending:

@@ -26,7 +26,7 @@ class TlsChannel(grpc.aio.Channel):
     """A channel that is replaced if it has no connection and the certificate files have changed.
 
     gRPC fixes the credentials of a channel for its life, so the channel could not connect again after its certificate
-    has expired. A connection that stands is kept, because TLS checks certificates in handshakes only.
+    has expired. An existing connection is kept, because TLS checks certificates only in handshakes.
 
     Args:
         open: opens a channel with credentials.
@@ -37,7 +37,7 @@ class TlsChannel(grpc.aio.Channel):
         self._open = open
         self._used = self._open_new(tls.channel_credentials())
         self._replaced: set[_Opened] = set()
-        """Channels that are closed when their last call ends. Such calls wait for a connection, or have found one."""
+        """Replaced channels, each of which is closed when its last call ends."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def _open_new(self, credentials: grpc.ChannelCredentials) -> _Opened:
@@ -115,7 +115,7 @@ def tls_problem(details: str) -> str:
     """Return a sentence for the user if a call failed because of TLS; else "".
 
     Args:
-        details: what gRPC says about the failed call.
+        details: gRPC's message about the failed call.
     """
     if "Hostname Verification Check failed" in details:
         return (

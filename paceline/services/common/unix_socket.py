@@ -1,7 +1,7 @@
-"""Messages between processes of a host, over Unix sockets beside the arena. Each message is sent after its length.
+"""Messages between processes of a host, over Unix sockets beside the arena. Each message follows its length.
 
-They replace gRPC because it has threads of its own in both processes. For small messages these threads take longer than
-all the rest of a handoff or of a token's way.
+They replace gRPC, which has threads of its own in both processes. For small messages these threads take longer than the
+rest of a handoff, or of the path of a token.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Framed(asyncio.Protocol):
         self._came = bytearray()
         self.transport: asyncio.Transport | None = None
         self.waits = False
-        """Whether messages that have come are kept here. Set it to False and call `go_on` to get them."""
+        """Whether incoming messages are kept here. To get them, set it to False and call `go_on`."""
 
     def send(self, message: Message) -> None:
         """Send a message. Does nothing if the connection has ended."""
@@ -122,9 +122,9 @@ class UnixListener:
         try:
             with socket_address(hidden) as address:
                 listener.bind(address)
-            os.chmod(hidden, 0o600)  # before it listens, so that no other user connects
+            os.chmod(hidden, 0o600)  # before the socket listens, so that no other user connects
             self._server = await asyncio.get_running_loop().create_unix_server(self._connection, sock=listener)
-            hidden.rename(self.path)  # not earlier, or a service that starts might remove it as stale
+            hidden.rename(self.path)  # not earlier, or a service that is starting might remove the socket as stale
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen at {self.path} ({error}); choose another --arena-dir") from error
@@ -154,7 +154,7 @@ def remove_stale_sockets(folder: Path) -> None:
                 if path.is_socket():
                     path.unlink(missing_ok=True)
             except OSError:
-                continue  # another user's, gone by now, or of a service that is busy and so alive
+                continue  # the socket is another user's, is gone by now, or belongs to a service that is alive but busy
 
 
 def _prefix() -> str:

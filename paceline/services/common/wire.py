@@ -14,7 +14,9 @@ from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, L
 from paceline.proto import common_pb2 as pb
 
 MESSAGE_LOGPROBS = 1 << 18
-"""Logprobs of one message, about: 4 MB. A single token may have as many as the vocabulary has tokens."""
+"""Approximate number of logprobs in one message, about 4 MB. A single token may have as many as the vocabulary has
+tokens.
+"""
 
 _REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -118,8 +120,9 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 
 def sampling_of(work: pb.Work) -> SamplingParams:
-    """Return the sampling of an attempt. Its constraint is another one than those of requests with another salt, so
-    that nobody learns by the time of an answer what others have sent."""
+    """Return the sampling of an attempt. Requests with different salts never share a constraint, so that the time of an
+    answer does not reveal what others have sent.
+    """
     params = sampling_from_pb(work.sampling)
     if params.constraint is None:
         return params

@@ -3,8 +3,8 @@
 It covers gRPC messages, messages on Unix sockets, members in Redis, and the page of an arena in which workers take
 turns. The layout of KV blocks and numerics have marks of their own. Each release speaks a range of versions, and two
 services understand each other if their ranges overlap. A field or a method that the other side may ignore needs no new
-version. A change that older releases would misunderstand does: raise `newest`, keep speaking the version before for at
-least one release, and then raise `oldest`.
+version. A change that older releases would misunderstand needs one: raise `newest`, keep speaking the version before
+for at least one release, and then raise `oldest`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class WireVersions(NamedTuple):
 OURS = WireVersions(1, 1)
 """Versions that this release speaks."""
 UNNAMED = WireVersions(1, 1)
-"""Versions that a release is assumed to speak if it does not say so."""
+"""Versions that a release is assumed to speak if it names none."""
 
 
 def mismatch(who: str, theirs: WireVersions, ours: WireVersions = OURS) -> str:

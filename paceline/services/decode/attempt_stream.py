@@ -52,7 +52,7 @@ class AttemptStream(EventStream):
                 super().put(event)
 
     def tell_alive(self) -> None:
-        """Send `alive` and the totals that are due, if the request goes on."""
+        """Send `alive` and the totals that are due, if the request still makes progress."""
         if self._goes_on():
             told = self._outbox.event(self._attempt)
             told.alive.SetInParent()

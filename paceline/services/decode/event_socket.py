@@ -1,6 +1,7 @@
 """A Unix socket for the events of gateways on the same host.
 
-gRPC has threads of its own in both processes. For one message they take longer than all the rest of a token's way.
+gRPC has threads of its own in both processes. For one message these threads take longer than the rest of a token's
+path.
 """
 
 from __future__ import annotations

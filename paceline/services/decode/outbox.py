@@ -17,7 +17,9 @@ from paceline.services.common.wire import fill_token
 Write = Callable[[worker_pb2.DecodeEvents], Awaitable[None]]
 
 MAX_TOKENS = 256
-"""Tokens of one message, about. A message stays far below MAX_MESSAGE_BYTES even if a gateway reads slowly."""
+"""Approximate number of tokens in one message. A message stays far below MAX_MESSAGE_BYTES even if a gateway reads
+slowly.
+"""
 
 TOKEN_LOGPROBS = 128
 """A token counts once more for each time that it has this many logprobs."""
@@ -26,7 +28,7 @@ _MAX_NAME = 128
 
 
 class Outbox:
-    """The events of one gateway's attempts that were not written yet, in order."""
+    """The events of one gateway's attempts that are not written yet, in order."""
 
     def __init__(self) -> None:
         self._messages: deque[worker_pb2.DecodeEvents] = deque()
@@ -52,7 +54,7 @@ class Outbox:
         try:
             yield
         except BaseException:
-            self.event(attempt)  # earlier events are written first; then the status of the call says what happened
+            self.event(attempt)  # earlier events are written first; then the call's status reports the outcome
             raise
         finally:
             del self._members[attempt]
@@ -108,13 +110,13 @@ class Outbox:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a message was not written to its end yet."""
+        """Whether a message has not been written completely."""
         return bool(self._messages)
 
     async def flush(self) -> None:
         """Wait until all present events have been written, or the gateway's stream has ended."""
         if self.is_writing:
-            self.end_message()  # nobody waits here for later events
+            self.end_message()  # later events are not waited for
             written = asyncio.get_running_loop().create_future()
             self._flushing.append((self._messages[-1], written))
             await written

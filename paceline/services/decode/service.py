@@ -33,7 +33,7 @@ from paceline.services.worker.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 ADOPT_SECONDS = 5.0
-"""Time for kvtransfer to answer `adopt` after the handoff has come, when the blocks are filled already."""
+"""Time for kvtransfer to answer `adopt` after the handoff has come, in seconds. The blocks are filled by then."""
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class _Attempt:
             await context.write(worker_pb2.DecodeEvent(admitted=admitted))
             adopting = asyncio.create_task(self._adopt(reservation.key), name="adoption")
             try:
-                # A silent gateway needs no deadline: if it ends, the call is cancelled.
+                # A silent gateway needs no deadline, because the call is cancelled if the gateway ends.
                 command = await _next(commands, "handoff", "prefill_here", "fetch")
                 is_touched = True
                 if command.HasField("fetch"):
@@ -206,7 +206,7 @@ class _Attempt:
         return reservation
 
     async def _generate(self, reservation: Reservation) -> FinishReason:
-        """Run the request in the engine until it ends, again after each preemption. Return why it ended."""
+        """Run the request in the engine until it ends, and again after each preemption. Return why it ended."""
         intake, grammar = self._worker.intake, await self._compiled
         spare = await intake.reserve_spare(self._work, reservation)
         while True:

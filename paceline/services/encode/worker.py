@@ -86,13 +86,13 @@ class EncodeWorker:
         check_encode(work, self.max_model_len)
 
     def load(self) -> LoadReport:
-        """Return how much work the worker has. Gateways choose encode workers by it."""
+        """Return the worker's load, by which gateways choose encode workers."""
         waiting = self.encoding.encoder.waiting
         # Work that was abandoned just now may still wait, although its call has ended.
         return LoadReport(running=max(0, self.admission.active - waiting), waiting=waiting)
 
     def work(self) -> WorkReport:
-        """Return what the planner needs to know. Encode workers have no steps and no KV of requests."""
+        """Return the report for the planner. Encode workers have no steps and no KV of requests."""
         return WorkReport(shares_cores=self._takes_turns)
 
     def samples(self) -> Iterator[Sample]:

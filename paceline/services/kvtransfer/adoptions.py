@@ -42,7 +42,7 @@ class Adoptions:
 
     def wait(self, waiter: Waiter) -> None:
         """Let a worker adopt its lease now or as soon as it is filled. Only one worker can wait for a lease."""
-        self.note(waiter.key)  # removes an earlier waiter that is gone or whose lease has ended
+        self.note(waiter.key)  # removes an earlier waiter that has left, or whose lease has ended
         if waiter.key[:2] in self._waiting:
             waiter.tell(StaleError(f"lease {waiter.key} has a waiting worker already"))
         else:

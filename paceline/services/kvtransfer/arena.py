@@ -51,8 +51,9 @@ class Arena:
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
-        """Return an arena whose owner ended without removing it; any of them if there are several, None if there is
-        none."""
+        """Return an arena whose owner ended without removing it; any one if there are several, and None if there is
+        none.
+        """
         for path in folder.glob(f"{_prefix(owner)}*.arena"):
             if (descriptor := _lock_stale(path)) is not None:
                 arena = cls.__new__(cls)
@@ -60,7 +61,7 @@ class Arena:
                 arena.size = os.fstat(descriptor).st_size - PAGE_BYTES
                 if arena.size > 0:
                     return arena
-                arena.close()  # its owner ended before it allocated any memory
+                arena.close()  # its owner ended before allocating any memory
         return None
 
     def close(self) -> None:

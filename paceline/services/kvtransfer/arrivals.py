@@ -1,4 +1,4 @@
-"""Checks of blocks from another host: whether each belongs to the context, and whether all have come. Pure."""
+"""Checks of blocks from another host: whether each belongs to the context, and whether all have arrived. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def check_names(groups: Sequence[KVGroup], blocks: Sequence[pb.ExportedBlock], h
 
 
 class Arrivals:
-    """A record of the blocks of a lease that have come. Each block may come once, and all needed blocks must come."""
+    """A record of the blocks of a lease that have arrived. Each block may arrive once, and all needed blocks must
+    arrive.
+    """
 
     def __init__(self, groups: Sequence[KVGroup], lease: Lease) -> None:
         self._groups = groups
@@ -36,7 +38,7 @@ class Arrivals:
         self._come: list[set[int]] = [set() for _ in groups]
 
     def places(self, blocks: Sequence[pb.ExportedBlock]) -> list[int]:
-        """Return the slot on this host for each block, and record the blocks as come.
+        """Return the slot on this host for each block, and record the blocks as arrived.
 
         Raises TransferError if a block is not expected.
         """

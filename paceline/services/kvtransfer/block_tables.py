@@ -27,9 +27,9 @@ def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
 def slots_to_seal(
     pool: BlockPool, lease: Lease, group: int, first_block: int, hashes: Sequence[bytes]
 ) -> tuple[list[int], bytes]:
-    """Return the slots of blocks that are to get names, and the hash of the block before them; b"" if it has none.
+    """Return the slots of the blocks to seal, and the hash of the block before them; b"" if that has none.
 
-    Raises InvalidRequestError if a block is not the lease's or has another hash already.
+    Raises InvalidRequestError if a block does not belong to the lease, or already has another hash.
     """
     table = table_of(lease, group)
     check_hashes(hashes)
@@ -59,12 +59,12 @@ def partial_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], length: in
 
 
 def missing_blocks(layout: KVLayout, tables: Sequence[Sequence[int]], token_count: int) -> list[int]:
-    """Return, for each group, how many blocks its table lacks to cover `token_count` tokens."""
+    """Return, for each group, the number of blocks that its table lacks to cover `token_count` tokens."""
     return [max(0, group.blocks_for(token_count) - len(table)) for group, table in zip(layout.groups, tables)]
 
 
 def grow(pool: BlockPool, tables: Sequence[list[int]], missing: Sequence[int]) -> list[int]:
-    """Append `missing` new blocks to each table and return all new slots. So many blocks must be available."""
+    """Append `missing` new blocks to each table and return all new slots. That many blocks must be available."""
     fresh = pool.take(sum(missing))
     start = 0
     for table, count in zip(tables, missing):

@@ -55,7 +55,7 @@ class Channels:
         for place, (used_at, address) in enumerate(idle):
             if place >= MOST_IDLE or time.monotonic() - used_at > IDLE_SECONDS:
                 connection = self._connections[address]
-                if not connection.users:  # it may be in use again since another channel was closed
+                if not connection.users:  # closing another channel takes time, and this one may be in use again
                     del self._connections[address]
                     await connection.channel.close(None)
 

@@ -1,4 +1,4 @@
-"""The last acts of a host before its memory goes: when its last worker leaves, and when the service itself ends."""
+"""The last actions of a host before its memory is freed: when its last worker leaves, and when the service ends."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.services.kvtransfer.evacuation import Evacuation, FindHosts
 from paceline.services.kvtransfer.sessions import Sessions
 
 READERS_SECONDS = 1.0
-"""Time in which gateways begin the next attempts of requests whose worker has left, in seconds."""
+"""Time for gateways to begin the next attempts of requests whose worker has left, in seconds."""
 
 
 class Departure:
     """The departure of a host's workers and of its service.
 
     Args:
-        find_hosts: finds the hosts that get the hot prefixes of this one.
+        find_hosts: finds the hosts that get the hot prefixes of this host.
         address: address at which services of other hosts reach this one.
     """
 
@@ -28,7 +28,7 @@ class Departure:
         self._evacuation = Evacuation(find_hosts, address)
 
     async def leave(self, session: int) -> int:
-        """Note that a worker leaves soon. If no other one stays, copy the hot prefixes to other hosts.
+        """Note that a worker leaves soon. If no other worker stays, copy the hot prefixes to other hosts.
 
         Returns the number of copied blocks. Raises PacelineError if the session has ended.
         """

@@ -2,7 +2,8 @@
 process.
 
 Blocks that become reusable in the arena are written in the background, one after another. If the disk cannot keep up,
-the oldest waiting blocks are dropped. Each block is compared with its digest when read: a damaged one is a cache miss.
+the oldest waiting blocks are dropped. Each block is compared with its digest when it is read. A damaged block is a
+cache miss.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ class DiskTier:
         """
         found = [self._pool.find(group, digest) for group, digest, _ in blocks]
         here = [slot for slot in found if slot is not None]
-        self._pool.reuse(here)  # so that no slot of the file is overwritten meanwhile
+        self._pool.reuse(here)  # held so that no slot of the file is overwritten meanwhile
         readings = {
             index: self._in_thread(self._read, slot, blocks[index][2])
             for index, slot in enumerate(found)
@@ -208,7 +209,7 @@ class DiskTier:
 
 
 async def _all_done(futures: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait for work of threads. If this is cancelled, even several times, it raises only after the work is done."""
+    """Wait until work in threads is done. If the wait is cancelled, even several times, it raises only after that."""
     waiting = asyncio.gather(*futures, return_exceptions=True)
     cancelled = False
     while not waiting.done():

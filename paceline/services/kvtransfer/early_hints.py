@@ -6,7 +6,9 @@ from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.ranking import Name
 
 EARLY_SECONDS = 5.0
-"""Longest time that a hint waits for its block. A later block is of another request, which will have its own hints."""
+"""Longest time that a hint waits for its block. A block that comes later belongs to another request, which has its own
+hints.
+"""
 MOST_EARLY = 1 << 16
 """Most hints that wait. The oldest are dropped first, because a hint is no promise."""
 

@@ -1,7 +1,7 @@
 """Copies the hot prefixes of a host to other hosts before the host leaves.
 
 The leaving service names the prefixes, and the other services read them as they read any prefix of another host. So
-both ledgers do what they do for requests.
+both ledgers need no operations of their own for this.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_BYTES = 1 << 30
 MOST_SECONDS = 10.0
 """Longest time that copying takes, in seconds."""
 NAMES_SECONDS = 3.0
-"""Deadline of a host's answer which blocks it has, in seconds. A host that does not answer gets no copies."""
+"""Deadline for a host to name its blocks, in seconds. A host that does not answer gets no copies."""
 MOST_HOSTS = 16
-"""Most hosts that are asked what they have, and get copies."""
+"""Most hosts that are asked for their blocks and get copies."""
 MOST_CHAINS = 4096
 """Most prefixes in one message."""
 
@@ -44,7 +44,7 @@ async def no_hosts(fingerprint: str) -> Sequence[str]:
 
 
 class Evacuation:
-    """Copies hot prefixes of this host, as often as it is about to leave. Calls at the same time share one run.
+    """Copies hot prefixes of this host each time that it is about to leave. Simultaneous calls share one run.
 
     Args:
         address: address at which services of other hosts reach this one.
@@ -52,7 +52,7 @@ class Evacuation:
 
     def __init__(self, find_hosts: FindHosts, address: str) -> None:
         self.has_readers = False
-        """Whether other hosts could read from this one when it ran last."""
+        """Whether, in the last run, there were other hosts to read from this one."""
         self._find_hosts = find_hosts
         self._address = address
         self._running: asyncio.Task[int] | None = None
@@ -107,7 +107,7 @@ class Evacuation:
         return names
 
     async def _copy(self, memory: HostMemory, host: str, chains: Sequence[Sequence[bytes]]) -> int:
-        """Tell another host which prefixes to read. Return how many blocks it has read."""
+        """Tell another host the prefixes to read. Return the number of blocks that it has read."""
         request = pb.CopyPrefixesRequest(
             fingerprint=memory.layout.fingerprint,
             source=self._address,

@@ -1,4 +1,4 @@
-"""Publishes to Redis which blocks this host has cached, so that gateways can route requests by cached prefix.
+"""Publishes the cached blocks of this host to Redis, so that gateways can route requests by cached prefix.
 
 Redis keeps the entries of about the last _KEPT_SECONDS. If Redis does not answer, a bounded number of events
 waits here. The events of _PERIOD_SECONDS share entries of up to _BATCH events; if there are no events, nothing is sent.
@@ -29,7 +29,7 @@ _MAX_PAUSE_SECONDS = 5.0
 _BATCH = 1000
 _BUFFERED = 100_000
 _KEPT_SECONDS = 60.0
-"""Age up to which the stream keeps events. A gateway that reads later asks the service for its blocks."""
+"""Age up to which the stream keeps events, in seconds. A gateway that reads later asks the service for its blocks."""
 
 log = logging.getLogger(__name__)
 

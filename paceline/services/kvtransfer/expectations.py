@@ -1,4 +1,4 @@
-"""Hints about blocks, made of a gateway's expectations of contexts."""
+"""Hints about blocks, made from a gateway's expectations about contexts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 def hinted_blocks(layout: KVLayout, links: Sequence[bytes], hints: Sequence[Hint]) -> Iterator[tuple[Name, Hint]]:
     """Yield the blocks that a request needs to reuse the expected prefixes, each with the hint for the nearest time.
 
-    Blocks before the window of a prefix are left out, because no such request reads them.
+    Blocks before the window of a prefix are left out, because a request that reuses the prefix does not read them.
 
     Args:
         layout: the layout of KV.
@@ -27,7 +27,7 @@ def hinted_blocks(layout: KVLayout, links: Sequence[bytes], hints: Sequence[Hint
         for number, group in enumerate(layout.groups, layout.first_group):
             for digest in full_block_names(group, links, length)[group.first_needed_block(length) :]:
                 nearest[number, digest] = hint
-    # From the end, so that a block is hinted before the blocks that it needs, as blocks are released.
+    # From the end, so that a block is hinted before the blocks that it needs. Blocks are released in this order, too.
     yield from reversed(nearest.items())
 
 

@@ -1,8 +1,9 @@
-"""The source's side of a handoff to another host: it names the blocks of a lease to the reader as they become complete.
+"""The source's side of a handoff to another host: it tells the reader the names of a lease's blocks as they become
+complete.
 
-In the ledger this service acts for the reader as a decode worker does for itself on one host. It adopts the lease when
-it is filled, renews it, and releases it when all blocks have been read. Until it is filled, a prefill worker writes the
-lease, and only blocks that this worker has sealed are named, because their content never changes again.
+In the ledger, this service takes the part of a decode worker on the same host. It adopts the lease when it is filled,
+renews it, and releases it when all blocks have been read. Until it is filled, a prefill worker writes the lease, and
+only blocks that this worker has sealed are named, because their content never changes again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 ALIVE_SECONDS = 1.0
-"""Longest time between two messages to the reader, which takes a longer silence for a failure."""
+"""Longest time between two messages to the reader, in seconds. A longer silence counts as a failure."""
 _DIGESTED_BYTES = 32 << 20
 """Most bytes of blocks in one message. The service waits while their digests are computed."""
 
@@ -164,7 +165,7 @@ class Exports:
 
     async def _keep(self, reading: _Reading) -> None:
         """Adopt and renew the lease in time, because nobody else does and `run` may wait long for a slow reader."""
-        with contextlib.suppress(PacelineError):  # `run` gets the same error
+        with contextlib.suppress(PacelineError):  # `run` will raise the same error
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
                 self._take_over(reading)

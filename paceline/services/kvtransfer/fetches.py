@@ -1,8 +1,8 @@
 """The destination's side of a handoff between hosts: it reads a prompt's blocks while the prompt is being computed.
 
-In the ledger this service acts as a prefill worker does on one host. It opens the reserved lease, writes and seals its
-blocks, and fills it. The source names blocks as they become complete (`exports`). So after the prompt is computed only
-its last blocks have to be read.
+In the ledger, this service takes the part of a prefill worker on the same host. It opens the reserved lease, writes and
+seals its blocks, and fills it. The source names blocks as they become complete (`exports`). So after the prompt is
+computed only its last blocks have to be read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Totals:
     """Totals of the transfers from other hosts so far, for metrics."""
 
     transfers: Counter[str] = field(default_factory=Counter)
-    """Number of transfers by transport; under "" those that had no block to move."""
+    """Number of transfers by transport; under "", transfers without any block to move."""
     failures: int = 0
     """Failed transfers; cancelled ones do not count."""
     bytes: int = 0
@@ -139,7 +139,7 @@ class Fetches:
     async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
         """Read the blocks of a context that another host has cached and this host lacks into this host's cache.
 
-        The blocks come into a lease of this service, which ends with this call. Its sealed blocks are cached then.
+        The blocks go into a lease of this service, which ends with this call. Its sealed blocks stay cached.
 
         Args:
             key: key of the request that waits for the prefix.

@@ -1,4 +1,6 @@
-"""A register of the callers that bring prefixes into a host's cache, so that no two bring the same at a time. Pure."""
+"""A register of the callers that bring prefixes into a host's cache, so that no two bring the same prefix at the same
+time. Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ class Flights(Generic[Caller]):
         """Return whether the caller may bring its links now, until it calls `end`.
 
         If not, another caller is bringing the first of these links. Then the caller waits until the `end` of another
-        caller returns it, and asks again with the links that it lacks then.
+        caller returns it, and asks again with the links that it still lacks.
 
         Args:
-            lacking: the links that are not cached here, in the order of the chain. Without any the answer is True.
+            lacking: the links that are not cached here, in the order of the chain. If it is empty, the answer is True.
         """
         ahead = next((other for other, links in self._flying.items() if lacking and lacking[0] in links), None)
         if ahead is None:

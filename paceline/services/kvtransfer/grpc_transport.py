@@ -34,7 +34,7 @@ class GrpcTransport:
     """A `Transport` that reads by calling `KVTransfer.Read` of the other service, which answers with `send`.
 
     Args:
-        silence_seconds: a read fails if nothing comes from the source for so long.
+        silence_seconds: a read fails if nothing comes from the source for this many seconds.
     """
 
     name = "grpc"
@@ -143,7 +143,7 @@ async def serving_alone(
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
     """Yield a transport with a gRPC server of its own on this machine, and the server's address.
 
-    It allows to test the transport without the service. Only the offer's token guards the memory.
+    It serves to test the transport without the service. Only the offer's token protects the memory.
     """
     channels = Channels(Credentials())
     transport = GrpcTransport(memory, channels, silence_seconds)

@@ -32,7 +32,7 @@ from paceline.services.kvtransfer.promotions import Promotions
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
-"""Makes the transports for a memory that are preferred to gRPC, best first."""
+"""A function that makes the transports that are preferred to gRPC for a memory, best first."""
 
 _HINTS_AT_ONCE = 512
 """Blocks whose hints are noted in one go, which takes about a millisecond."""
@@ -53,7 +53,9 @@ class HostOptions:
     credentials: Credentials
     """Credentials that this service shows to services of other hosts, and demands of them."""
     enough_tokens: int = 0
-    """Tokens for which the arena has blocks, or one longest context if this is more; 0 uses all of kv_memory_bytes."""
+    """Number of tokens for which the arena has blocks, or the longest context if that is more; 0 uses all of
+    kv_memory_bytes.
+    """
     disk: DiskOptions | None = None
     """Options of the disk tier below the arena; None if there is none."""
     make_transports: MakeTransports = lambda memory: ()
@@ -102,16 +104,16 @@ class HostMemory:
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
     async def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
-        """Note hints about the first tokens of a context, whose links are given, in the arena and on disk."""
+        """Note hints about the first tokens of a context with these links, for blocks in the arena and on disk."""
         for index, ((group, digest), hint) in enumerate(hinted_blocks(self.layout, links, hints)):
             if index % _HINTS_AT_ONCE == 0:
-                await asyncio.sleep(0)  # so that batches of workers, which requests wait for, come in between
+                await asyncio.sleep(0)  # so that workers' batches, for which requests wait, are served in between
             self.ledger.expect(group, digest, hint, self._clock())
             if self.disk is not None:
                 self.disk.expect(group, digest, hint)
 
     async def sweep(self) -> None:
-        """Close connections to other hosts that were idle for long."""
+        """Close connections to other hosts that have been idle for a long time."""
         await self.channels.sweep()
 
     def close(self) -> Coroutine[None, None, None]:

@@ -16,13 +16,13 @@ def hot_prefixes(
 ) -> list[list[bytes]]:
     """Return hash chains of prefixes, the hottest first. A prefix that is the front of another one is left out.
 
-    A block is hotter than another one if more requests have found it, or as many and more recently. A model without
-    full attention has no chains, because a block with a window does not name the block before it.
+    A block is hotter than another one if more requests have found it, or equally many requests but more recently. A
+    model without full attention has no chains, because a block with a window does not name the block before it.
 
     Args:
         blocks: the reusable blocks of the host.
         elsewhere: names of the blocks that another host has.
-        most_blocks: the most blocks of the chains that no other host has, about.
+        most_blocks: approximate limit on the blocks in the chains that no other host has.
 
     Returns:
         One hash for each BASE_TOKENS tokens of each prefix. If blocks have more tokens, the links at which no block
@@ -49,7 +49,7 @@ def hot_prefixes(
 
 
 def _path(own: Mapping[Name, Block], block: Block, known: Collection[Name]) -> list[Name] | None:
-    """Return the block's name and those of the blocks before it, back to the first one or to a known one.
+    """Return the names of the block and of the blocks before it, back to the first block or to a known one.
 
     Returns None if one of them is missing. Then no request can use the block.
     """

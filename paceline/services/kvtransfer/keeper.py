@@ -25,7 +25,7 @@ class Keeper:
 
     def __init__(self, sessions: Sessions, clock: Callable[[], float]) -> None:
         self.healthy = True
-        """False after the ledger was found inconsistent. Then only a restart helps."""
+        """False after the ledger was found inconsistent, which only a restart can repair."""
         self._sessions = sessions
         self._clock = clock
         self._task: asyncio.Task[None] | None = None

@@ -14,7 +14,7 @@ NOBODY = 0
 """The session number that means no worker."""
 
 TRANSFER = 2
-"""The session of this service itself, for moving blocks. Sessions of workers have odd numbers."""
+"""The session number of this service itself, for moving blocks. Sessions of workers have odd numbers."""
 
 
 def prefix_key(key: Key, origin: str = "") -> Key:
@@ -32,11 +32,11 @@ class State(enum.Enum):
     RESERVED = "reserved"
     """Reserved. Its owner may write, or wait until a prefill worker opens it."""
     FILLING = "filling"
-    """Opened. A prefill worker writes."""
+    """Opened. A prefill worker may write."""
     FILLED = "filled"
     """Complete and waiting to be adopted. Nobody writes."""
     ACTIVE = "active"
-    """Adopted. Its owner writes."""
+    """Adopted. Its owner may write."""
     DRAINING = "draining"
     """Ended, but a worker may still touch the blocks."""
 
@@ -68,7 +68,7 @@ class Lease:
     priority: int = 0
     """Priority of the request; lower is more urgent."""
     context_hash: bytes = b""
-    """Hash of the tokens whose KV is in the blocks: of the cached prefix, or the one that came with `fill`."""
+    """Hash of the tokens whose KV is in the blocks: the hash of the cached prefix, or the hash given to `fill`."""
 
     @property
     def in_flight(self) -> bool:

@@ -1,4 +1,4 @@
-"""The leases of one arena: which exist, which worker may act on each, and how each ends."""
+"""The leases of one arena: their owners, their writers, and their ends."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ class LeaseBook:
     """Owns the leases, and gives their blocks back to `pool` when they end.
 
     Times are seconds of one monotonic clock. A lease has ended when its deadline has passed, even if `expire` has not
-    run. Its blocks are not given back while its writer lives and may not know it. A worker that was stopped for longer
-    than a lease, or whose renewals this service did not read for so long, must not write into blocks of others.
+    run. Its blocks are not given back while its writer lives and may not know of the end. A worker that was stopped for
+    longer than a lease, or whose renewals this service did not read for that long, must not write into blocks of
+    others.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -123,7 +124,7 @@ class LeaseBook:
         """Refuse new leases of this attempt up to this generation from now on.
 
         The generation has ended, was refused, or was released in advance. A message that comes late or twice must not
-        make a lease that no worker knows of.
+        make a lease that is unknown to every worker.
         """
         name = key[:2]
         self._ended[name] = max(key.generation, self._ended.get(name, -1))

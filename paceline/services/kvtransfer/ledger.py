@@ -1,4 +1,4 @@
-"""The ledger: it decides which worker may touch which block, by leases, and caches sealed blocks.
+"""The ledger: by leases, it decides which worker may touch each block. It also caches sealed blocks.
 
 Pure: no clock, no I/O. `now` is in seconds of one monotonic clock. `session` names one connection of a worker, from
 attaching to leaving. A call that raises changes nothing, with two exceptions: it may end leases that have expired or
@@ -8,7 +8,7 @@ have drained, and a reservation that fails because blocks are missing uses up it
                    └──────────────────────release──────────────────────────────────────────▶ (gone)
 
 A lease that ends, or expires, while a worker may still touch its blocks is DRAINING. This worker may still seal blocks
-of it that it has written; nobody may do anything else with it. Its blocks are given back when that worker says that it
+that it has written; no other operation on the lease is allowed. Its blocks are given back when that worker says that it
 is done, or after its session has ended.
 
 Errors: InvalidRequestError for an operation that can never work, BusyError if too few blocks are available now,
@@ -51,7 +51,7 @@ class Ledger:
 
     def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
         self.lookups = {False: Lookups(), True: Lookups()}
-        """Lookups in reservations of workers: under False those of KV, under True those of encodings."""
+        """Lookups by workers' reservations: under False lookups of KV, under True lookups of encodings."""
         self._layout = layout
         self._lease_seconds = lease_seconds
         self._pool = BlockPool(slots, len(layout.all_groups), policy)
@@ -73,7 +73,8 @@ class Ledger:
         is_lookup: bool = True,
         tails: Sequence[Tail] = (),
     ) -> Lease:
-        """Make a lease of the cached blocks of the longest cached prefix and new blocks up to `token_count` tokens.
+        """Make a lease for `token_count` tokens: the cached blocks of the longest cached prefix, and new blocks for the
+        rest.
 
         After BusyError the caller must use a higher generation. Otherwise the refused message might arrive twice, and
         make a lease that nobody knows of when blocks are available.
@@ -84,8 +85,8 @@ class Ledger:
             priority: priority of the request; lower is more urgent. Some policies cache urgent blocks longer.
             encoding: whether the context is an encoding, rather than the tokens of a request.
             is_lookup: whether to count the reservation in the rate of cache hits.
-            tails: tails of the context that may be cached. The lease takes over the blocks of the longest one that are
-                not full, because its writer goes on in them. Nobody else finds them any more.
+            tails: tails of the context that may be cached. The lease takes over the partial blocks of the longest one,
+                because its writer will go on writing in them. Other requests do not find these blocks any more.
         """
         layout = self._layout.part(encoding)
         self._book.check_new(key, now)
@@ -95,7 +96,7 @@ class Ledger:
         block_tables.check_fits(self._pool, layout.slots_for(token_count), token_count)
         cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens, tails)
         taken = block_tables.partial_blocks(layout, tables, cached)
-        if any(map(self._pool.is_used, taken)):  # another host reads them
+        if any(map(self._pool.is_used, taken)):  # because another host reads the blocks
             cached, tables = match_prefix(layout, self._pool.find, hashes, max_cached_tokens)
             taken = []
         reused = held_slots(tables)
@@ -188,7 +189,7 @@ class Ledger:
                 place = place_of(lease.layout, group, block, tail.name, before, lease.priority, tail.length)
                 self._pool.seal(slot, lease.layout.first_group + group, tail.name, place)
             source.tables[group][own] = NO_SLOT
-        slots = [slot for *_, slot in reversed(found)]  # states first: they need the full attention
+        slots = [slot for *_, slot in reversed(found)]  # states first, because they need the blocks with full attention
         if source.in_flight:
             self._pool.leave_flight(slots)
         self._pool.give_back(slots)
@@ -247,14 +248,16 @@ class Ledger:
         return self._renewed(lease, now)
 
     def renew(self, session: int, key: Key, now: float) -> Lease:
-        """Restart the lease's time. Its owner may use any generation since it reserved: it learns newer ones late."""
+        """Restart the lease's time. Its owner may use any generation since its reservation, because it learns of newer
+        ones late.
+        """
         return self._renewed(self._book.find_own(session, key, now), now)
 
     def release(self, session: int, key: Key, now: float) -> None:
         """End the lease for its writer or owner. A second release does nothing.
 
-        A release may come before the reserve, open or adopt that it cancels, which is stale then. If another worker is
-        writing, the blocks drain until that worker is done.
+        A release may come before the reserve, open or adopt that it cancels. The late operation is then refused as
+        stale. If another worker is writing, the blocks drain until that worker is done.
         """
         self._book.drained(session, key, now)
         try:
@@ -284,7 +287,7 @@ class Ledger:
     # ---- leases that end without a release
 
     def lose_session(self, session: int, now: float) -> None:
-        """End the leases that a gone worker owned or wrote, after a time in which it may still touch the blocks."""
+        """End the leases that a lost worker owned or wrote, after a time in which it may still touch the blocks."""
         self._book.lose_session(session, now)
 
     def expire(self, now: float) -> None:
@@ -298,7 +301,9 @@ class Ledger:
     # ---- the cache
 
     def expect(self, group: int, digest: bytes, hint: Hint, now: float) -> None:
-        """Note a hint about the reusable block with this name. If there is none, the hint waits for it for seconds."""
+        """Note a hint about the reusable block with this name. If there is none, the hint waits some seconds for the
+        block.
+        """
         if self._pool.find(group, digest) is None:
             self._early_hints.put((group, digest), hint, now)
         else:
@@ -380,7 +385,7 @@ class Ledger:
         return self._book.find_draining(session, key, now) or self._book.find_written(session, key, now)
 
     def _renewed(self, lease: Lease, now: float) -> Lease:
-        if lease.state is not State.DRAINING:  # which ends with its writer, and not at a time
+        if lease.state is not State.DRAINING:  # draining ends when its writer is done, not at a deadline
             lease.deadline = now + self._lease_seconds
         return lease
 

@@ -1,4 +1,4 @@
-"""Counts of what reservations looked for in the cache, and of what they found."""
+"""Counts of the tokens that reservations looked for in the cache, and of the tokens that they found."""
 
 from __future__ import annotations
 

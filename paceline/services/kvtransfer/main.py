@@ -98,7 +98,9 @@ async def run(config: KVTransferConfig) -> None:
 async def _find_hosts(
     client: Redis, cluster: str, signatures: MemberSignatures, own: str, fingerprint: str
 ) -> list[str]:
-    """Return the addresses of other hosts that stay and have workers and this layout; none if Redis does not answer."""
+    """Return the addresses of other hosts that are not leaving and have workers with this layout; none if Redis does
+    not answer.
+    """
     try:
         members = await read_members(client, cluster, signatures)
     except (RedisError, OSError) as error:
@@ -110,7 +112,7 @@ async def _find_hosts(
 
 
 def _transport(config: KVTransferConfig) -> TransportChoice:
-    """Return --transport, so that "auto" copies nothing in the clear if services speak TLS."""
+    """Return --transport. If services speak TLS, "auto" becomes gRPC, because UCX does not encrypt."""
     if not config.cluster_certfile:
         return config.transport
     if config.transport == "ucx":

@@ -101,7 +101,7 @@ def _carry_out(ledger: Ledger, session: int, operation: pb.Operation, now: float
     log.debug("%s: lease %s is %s", operation.WhichOneof("op"), lease.key, lease.state.value, extra=extra)
     if operation.HasField("fill"):
         return pb.Result(), lease  # the caller does not own the blocks any more
-    # The blocks that an extension adds have no names.
+    # Blocks that an extension adds have no names.
     names = None if operation.HasField("extend") else ledger.names(lease)
     return pb.Result(lease=lease_to_pb(lease, names)), lease
 
@@ -148,7 +148,9 @@ def _tail(message: pb.Tail) -> Tail:
 
 
 def _renew(ledger: Ledger, session: int, message: pb.Renew, now: float) -> pb.Result:
-    """Renew leases. `lost` has the keys of those that cannot be renewed, and the code is that of the first of them."""
+    """Renew leases. In the result, `lost` has the keys that cannot be renewed, and the code is that of the first of
+    these.
+    """
     if len(message.keys) > _MAX_KEYS:
         return refused(InvalidRequestError(f"a renewal may have {_MAX_KEYS} keys, not {len(message.keys)}"))
     result = pb.Result()

@@ -27,7 +27,7 @@ def count_groups(leases: Iterable[Lease], cached: Iterable[Name], layout: KVLayo
     for lease in leases:
         for number, table in enumerate(lease.tables, lease.layout.first_group):
             used[number].update(table)
-    # Added up, because a group of a draft model may have the same name as a group of the target.
+    # Counts are added up, because a group of a draft model may have the same name as a group of the target.
     for name, slots in zip(groups, used):
         reply.used_by_group[name] += len(slots - {NO_SLOT})
         reply.cached_by_group[name] += 0

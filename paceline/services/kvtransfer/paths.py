@@ -20,7 +20,7 @@ class Paths:
     """Reads blocks of other hosts over the best transport that works.
 
     Args:
-        transports: transports, best first. One that failed is avoided for a while, except the last one.
+        transports: transports, best first. A transport that failed is avoided for a while, except for the last one.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
@@ -60,7 +60,7 @@ class Paths:
                 for other in damaging:
                     self._avoid(offer.host_id, other, "it brought other bytes than the next transport")
                 return transport.name
-            # Do not avoid this transport yet: if no transport brings the right bytes, the slots have been reused.
+            # Do not avoid this transport yet: if no transport brings the right bytes, the source has reused the slots.
             failures.append(f"{count} of {len(slots)} blocks differ from their digests")
             damaging.append(transport)
         raise UnavailableError("; ".join(failures) or "the source offers no transport that is known here")

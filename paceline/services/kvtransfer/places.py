@@ -1,5 +1,6 @@
-"""The places of sealed blocks in their contexts. They tell the cache policy which other block a block is useless
-without."""
+"""The places of sealed blocks in their contexts. A place tells the cache policy the other block without which this
+block is useless.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def place_of(
         digest: hash of the block.
         before: hash of the block before it in its group; empty if there is none or it is unknown.
         priority: priority of the request; lower is more urgent.
-        tail: tokens of the context before the block's end if it is not full.
+        tail: number of context tokens up to the end of the block's content, if the block is not full.
     """
     end = (block + 1) * layout.groups[group].block_tokens if tail is None else tail
     if layout.groups[group].shape.window == 0:
@@ -34,7 +35,7 @@ def place_of(
 
 
 def _partners(layout: KVLayout, group: int) -> tuple[int, ...]:
-    """Return the other groups whose blocks a request reads whenever it reads those of `group`."""
+    """Return the other groups whose blocks a request reads whenever it reads blocks of `group`."""
     own = layout.groups[group]
     return tuple(
         layout.first_group + index

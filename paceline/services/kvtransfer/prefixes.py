@@ -20,9 +20,11 @@ from paceline.services.kvtransfer.ledger import Ledger
 from paceline.services.kvtransfer.promotions import Promotions
 
 PREFIX_SECONDS = 5.0
-"""Deadline for a whole prefix, including the wait for other requests. The request could compute it instead."""
+"""Deadline for a whole prefix, in seconds, including the wait for other requests. After it, the request computes the
+prefix instead.
+"""
 _COPIED_SHARE = 8
-"""One of so many blocks of the arena may be copied from a host that leaves."""
+"""At most one of this many blocks of the arena may be copied from a host that leaves."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ class Prefixes:
         """The calls of `bring`, each identified by the event that wakes it."""
 
     async def bring(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
-        """Cache the blocks of a context that the disk or another host has. Return what came from the other host.
+        """Cache the blocks of a context that the disk or another host has. Return the totals of the transfer from the
+        other host.
 
         Args:
             key: key of the request that waits for the prefix.
@@ -64,7 +67,7 @@ class Prefixes:
                     is_asked = True
                     return await self._fetches.run_prefix(key, source, hashes, encoding)
         except TimeoutError:
-            if not is_asked:  # the time passed before the source was asked: it has not failed
+            if not is_asked:  # the deadline passed before the source was asked, so the source has not failed
                 return pb.FetchReply()
             self._fetches.totals.failures += 1
             raise TransferError(f"the prefix of {key} did not come within {PREFIX_SECONDS:g} s") from None
@@ -89,7 +92,9 @@ class Prefixes:
 
     @contextlib.asynccontextmanager
     async def _flight(self, layout: KVLayout, hashes: Sequence[bytes]) -> AsyncIterator[bool]:
-        """Wait while another call brings the first block that is missing here. Yield whether any is missing then."""
+        """Wait while another call brings the first block that is missing here. Yield whether blocks are still missing
+        after that.
+        """
         woken = asyncio.Event()
         try:
             while not self._flights.ask(woken, lacking := lacking_links(layout, self._ledger.slot_of, hashes)):

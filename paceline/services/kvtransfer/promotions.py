@@ -16,9 +16,11 @@ from paceline.services.kvtransfer.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger import Ledger
 
 _TOGETHER = 4 * READERS
-"""Blocks of one batch. The next batch begins after its last block, so a batch is several times READERS."""
+"""Number of blocks in one batch. A batch begins only after the last block of the previous one, so it is several times
+READERS.
+"""
 PROMOTION_SECONDS = 2.0
-"""Deadline for reading a whole prefix. The request waits for it, and could compute the prefix instead."""
+"""Deadline for reading a whole prefix, in seconds. After it, the waiting request computes the prefix instead."""
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The time after a start in which workers of the killed service before this one report their leases in its arena."""
+"""The time after a start in which workers of the previous, killed service report their leases in its arena."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.claim import Claim
 
 RECONCILE_SECONDS = 3.0
-"""Duration of the reconciliation. Workers come back within about a second. One that lives and has not come back has
-noticed by the end that its session broke, and does not touch its blocks any more: the time exceeds GRACE_SECONDS."""
+"""Duration of the reconciliation. Workers come back within about a second. A live worker that has not come back by the
+end has noticed that its session broke, and no longer touches its blocks, because the duration exceeds GRACE_SECONDS.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Reconciliation:
         self._claimants[session] = claimant
 
     def remove(self, session: int) -> None:
-        """Forget the claims of a worker that went away again. If it lives, it comes back with newer claims."""
+        """Forget the claims of a worker that left again. If it is alive, it comes back with newer claims."""
         self._claimants.pop(session, None)
 
     def claims(self) -> Iterator[Claim]:

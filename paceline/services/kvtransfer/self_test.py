@@ -26,8 +26,8 @@ async def self_test(
     """Read blocks over a transport from this host itself, and verify them. Return the rate in GB/s; 0 if it failed.
 
     The rate is the best of several reads, because the first one also connects. Failures and low rates are logged. The
-    test takes about a second, and `limit_seconds` at most. It finds what is broken or slow on this host, not the limits
-    of the network.
+    test takes about a second, and `limit_seconds` at most. It finds faults and slowness of this host, not the limits of
+    the network.
 
     Args:
         transport: a transport that serves `memory` and writes into it.
@@ -57,7 +57,7 @@ async def self_test(
 
 
 async def _read(transport: Transport, memory: ArenaMemory, address: str, round_: int) -> float:
-    """Read the first slots into the slots after them, whose bytes differ before. Return the rate in GB/s.
+    """Read the first slots into the slots after them, which have other bytes at first. Return the rate in GB/s.
 
     Raises:
         UnavailableError: the read failed, or brought other bytes.

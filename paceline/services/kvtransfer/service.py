@@ -61,7 +61,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
 
         Args:
             address: address at which services of other hosts reach this one.
-            find_hosts: finds the hosts that get the hot prefixes of this one before it leaves.
+            find_hosts: finds the hosts that get the hot prefixes of this host before it leaves.
 
         Raises:
             ConfigError: the arena, the disk tier's file or the socket cannot be made.
@@ -228,7 +228,7 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             await self.sessions.need_memory().grpc.send(request, context.write)
 
     async def Reusable(self, request: pb.ReusableRequest, context: Context) -> AsyncIterator[pb.ReusableReply]:
-        # Everything is collected before anything is awaited, so that it is the state of one moment.
+        # Everything is collected before anything is awaited, so that the reply shows the state of one moment.
         pool, names = pb.Pool(), list[list[bytes]]()
         if (memory := self.sessions.memory) is not None:
             layout, ledger = layout_to_pb(memory.layout), memory.ledger

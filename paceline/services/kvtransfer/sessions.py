@@ -38,19 +38,20 @@ class Sessions:
     def __init__(self, options: HostOptions) -> None:
         self.memory: HostMemory | None = None
         self.workers: dict[int, str] = {}
-        """Ids of the attached workers, by session."""
+        """Ids of the attached workers, by session number."""
         self.reconciliation: Reconciliation | None = None
         self.leaving = asyncio.Event()
         """Set when the service is about to end, so that its workers drain."""
         self.closing = asyncio.Event()
         self._drained: set[int] = set()
-        """Sessions whose workers have said that they leave."""
+        """Sessions whose workers have announced that they leave."""
         self._left = asyncio.Event()
         self._options = options
         self._leaving: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
-        """Take over the arena of the last service of this host if it was killed, and remove stale arenas of others.
+        """Take over the arena of this host's previous service if that was killed, and remove stale arenas of other
+        services.
 
         Raises ConfigError if an arena, or the disk tier's file, of the configured size cannot be made.
         """
@@ -90,7 +91,7 @@ class Sessions:
         return self.memory
 
     async def enter(self, session: int, request: pb.AttachRequest) -> HostMemory:
-        """Begin the session of a worker, which may come back with leases from the service before this one.
+        """Begin the session of a worker, which may come back with leases from the previous service.
 
         Returns the memory, which the worker shares from now on.
 
@@ -209,7 +210,8 @@ class Sessions:
                 f"one KV block of this model takes {layout.slot_bytes} bytes and the arena has "
                 f"{options.kv_memory_bytes}; raise --kv-memory"
             )
-        # Left by a service with another name, or one whose workers had not ended yet when this service started.
+        # Such files were left by a service with another name, or by one whose workers had not ended when this service
+        # started.
         remove_stale_arenas(options.arena_dir)
         arena = Arena(options.arena_dir, slots * layout.slot_bytes, options.host_id)
         try:

@@ -51,7 +51,7 @@ class MemorySnapshot:
     """Counters of the disk tier; empty without one."""
 
     def report(self) -> HostReport:
-        """Return what gateways need to place requests and to follow the cache."""
+        """Return the report from which gateways place requests and follow the cache."""
         return HostReport(
             next_block_event=self.block_events,
             fetched_bytes=self.transfers.bytes,
@@ -85,7 +85,7 @@ class MemorySnapshot:
 
 
 def snapshot_of(memory: HostMemory, workers: int) -> MemorySnapshot:
-    """Return the present state of `memory`, to which so many workers are attached."""
+    """Return the present state of `memory`, to which `workers` workers are attached."""
     ledger, layout = memory.ledger, memory.layout
     reusable = Counter[str]()
     for group, blocks in zip(layout.all_groups, ledger.reusable_counts()):

@@ -33,8 +33,9 @@ class Source:
     address: str
     """Address of the service's gRPC server."""
     offer: bytes
-    """`Transport.offer` of the transport with the same name there. It is untrusted input: whatever it contains, a read
-    may fail but must not do anything worse."""
+    """`Transport.offer` of the transport with the same name there. It is untrusted input: whatever it contains, the
+    worst that a read may do is fail.
+    """
 
 
 class Transport(Protocol):
@@ -51,16 +52,16 @@ class Transport(Protocol):
     def offer(self) -> bytes:
         """Return the data that a reader on another host needs to read this arena.
 
-        It contains a secret that permits to read. Give it only to services that may read.
+        It contains a secret that permits reading. Give it only to services that may read.
         """
         ...
 
     async def read(self, source: Source, slots: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of `source` into this arena.
 
-        The bytes are those that the source's slots contain during the read. The caller knows that these slots are
-        filled, and verifies the bytes. During the read the slots here may contain anything. When the read has returned,
-        raised or been cancelled, nothing touches them any more.
+        It copies the bytes that the source's slots contain during the read. The caller knows that these slots are
+        filled, and verifies the bytes. During the read, the slots here may contain anything. After the read has
+        returned, raised or been cancelled, nothing touches them any more.
 
         Args:
             source: the arena to read from.

@@ -23,7 +23,7 @@ _MOST_IDLE = 16
 log = logging.getLogger(__name__)
 
 Place = tuple[str, Offer]
-"""IPv4 address of a source and its offer. A source that restarts has another offer."""
+"""A source's IPv4 address and its offer. A source that restarts has another offer."""
 
 
 def open_ucx(memory: ArenaMemory) -> UcxTransport | None:
@@ -39,7 +39,7 @@ class UcxTransport:
     """A `Transport` over UCX. The library is called on separate threads, for which the event loop waits.
 
     Args:
-        silence_seconds: a read fails if nothing comes from the source for so long.
+        silence_seconds: a read fails if nothing comes from the source for this many seconds.
 
     Raises:
         ConfigError: UCX is not installed, or does not start.

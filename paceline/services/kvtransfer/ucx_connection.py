@@ -10,7 +10,7 @@ from paceline.services.kvtransfer.ucx_wire import MOST_SLOTS, Offer, pack_reques
 from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
 
 BATCH_BYTES = 16 << 20
-"""Most bytes that are requested at once, so that no deadline is for more bytes."""
+"""Most bytes that are requested at once, so that each deadline covers at most this many bytes."""
 _LOOK_SECONDS = 0.02
 
 
@@ -21,7 +21,7 @@ class Abandoned(Exception):
 class UcxConnection:
     """A UCX worker of its own with an endpoint at one source.
 
-    Closing the connection ends all its messages and the worker. After this a transfer touches no memory any more,
+    Closing the connection ends all its messages and the worker. After this, no transfer touches memory any more,
     whatever its state was.
 
     Raises:
@@ -46,7 +46,7 @@ class UcxConnection:
 
     @property
     def opening(self) -> bool:
-        """Whether a message to the source, at first the greeting, has not been sent yet.
+        """Whether a message to the source is still to be sent. The first such message is the greeting.
 
         Do not close such a connection if the source is to be read again, because a send cannot be cancelled.
         """

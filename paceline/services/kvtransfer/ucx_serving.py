@@ -100,7 +100,7 @@ class UcxServing:
         reader.endpoint.close_blocking()
 
     def _answer(self, reader: _Reader) -> str:
-        """Send the requested slots. Return why this failed, or an empty string."""
+        """Send the requested slots. Return the reason if this failed; otherwise an empty string."""
         try:
             wanted = parse_request(reader.request, self.offer.token, self._memory.slots)
         except ValueError as error:

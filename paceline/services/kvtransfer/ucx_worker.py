@@ -37,8 +37,8 @@ def load_ucx() -> Any:
 class UcxWorker:
     """A UCX worker with its sockets, its endpoints and the messages in flight.
 
-    Only one thread may use it at a time. Over TCP, bytes move only in `progress`; over other networks they move at any
-    time. After `close` none move.
+    Only one thread may use it at a time. Over TCP, bytes move only during `progress`; over other networks they may move
+    at any time. After `close`, none move.
 
     Raises:
         ConfigError: UCX is not installed, or does not start.
@@ -114,7 +114,7 @@ class UcxWorker:
         result, touch no memory any more. If one was still being sent, the library (0.52) leaks some descriptors.
         """
         for endpoint in endpoints:
-            with contextlib.suppress(self.error):  # it has failed already
+            with contextlib.suppress(self.error):  # the endpoint has failed already
                 endpoint.close_blocking()
         deadline = time.monotonic() + _END_SECONDS
         while any(not message.completed for message in messages):

@@ -1,4 +1,6 @@
-"""The wishes of a cluster's planners to the platform, in Redis, so that the next planner knows them, too."""
+"""The numbers of workers that a cluster's planners have asked the platform for, in Redis, so that the next planner
+knows them.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,27 @@ KEPT_SECONDS = 3600.0
 
 
 class Changes(NamedTuple):
-    """The seconds since planners have made a role larger and smaller; None if not lately."""
+    """The seconds since planners last made a role larger, and smaller; None if they have not done so lately."""
 
     grown: float | None = None
     shrunk: float | None = None
 
 
 class Asked:
-    """The numbers of workers that planners have asked for. A number that none of them has asked for is a person's."""
+    """The numbers of workers that planners have asked for. All other numbers were set by a person."""
 
     def __init__(self, client: Redis, cluster: str) -> None:
         self._client = client
         self._key = f"paceline:{cluster}:planner:asked"
         self._numbers: dict[Role, set[int]] = {}
-        """Numbers that the platform may want. After a call that failed, nobody knows whether it wants the old or the
-        new one."""
+        """Possible targets of the platform. After a failed call, the target may be the old or the new number."""
         self._given_up: dict[Role, int] = {}
-        """`RoleState.given_up` when the platform was looked at last."""
+        """`RoleState.given_up` as it was when the platform's state was last read."""
 
     async def read(self) -> bool:
-        """Take over what the planner before this one has asked for. Raises RedisError.
+        """Take over the numbers that the previous planner has asked for. Raises RedisError.
 
-        Returns whether there was something; there is nothing if Redis has lost it.
+        Returns whether there were any; there are none if Redis has lost them.
         """
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
         lists = {role: found.get(role.encode(), b"").split(b",") for role in ROLES}
@@ -46,7 +47,7 @@ class Asked:
         return bool(self._numbers)
 
     async def note(self, before: Mapping[Role, int], after: Mapping[Role, int], pinned: Collection[Role]) -> None:
-        """Remember what a planner is about to ask for. Raises RedisError.
+        """Remember the numbers that a planner is about to ask for. Raises RedisError.
 
         Args:
             before: numbers of workers before the change.
@@ -66,7 +67,7 @@ class Asked:
 
     def edits(self, state: PlatformState) -> dict[Role, int]:
         """Return the numbers of workers that people have set at the platform itself, and remember the present numbers.
-        A platform that has given up a worker wants fewer, but nobody has set this number.
+        A platform that has given up a worker has a lower target, but that was not set by a person.
         """
         edits: dict[Role, int] = {}
         for role, counts in state.roles.items():

@@ -1,7 +1,7 @@
 """The lease in Redis by which one planner of a cluster acts at a time.
 
-It saves work and noise. It is not what keeps the fleet safe: actions say what shall be, so that two planners that act
-at the same time do no harm.
+It saves work and noise. The fleet's safety does not depend on it: actions name the state to reach, so two planners that
+act at the same time do no harm.
 """
 
 from __future__ import annotations

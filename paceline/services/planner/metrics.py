@@ -20,7 +20,7 @@ AGE = Family("planner_report_age_seconds", "Age of the oldest figures of gateway
 
 @dataclass(slots=True)
 class PlannerMetrics:
-    """Counters since the start, and the newest values."""
+    """Counters since the start, and the latest values."""
 
     actions: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Number of actions by kind and role."""

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordFile:
-    """A planner whose decisions go to a file. Each file begins with what the planner knew, so it replays on its own.
+    """A planner whose decisions go to a file. Each file begins with the planner's state, so it can be replayed alone.
 
     Args:
         path: the file. An earlier record there is kept as FILE.1.
@@ -41,7 +41,7 @@ class RecordFile:
             raise ConfigError(f"--record {path} cannot be written: {error.strerror}") from None
 
     def decide(self, report: Report) -> Decision:
-        """Return the planner's decision, after it was written."""
+        """Write the planner's decision to the file, and return it."""
         try:
             if self._file is None or self._file.tell() >= self._most_bytes:
                 self._begin()
@@ -62,7 +62,7 @@ class RecordFile:
             self._file.close()
 
     def _begin(self) -> None:
-        """Begin a new file, after the names of the earlier ones have moved on."""
+        """Rename the earlier files, and begin a new one."""
         self.close()
         self._file = None
         names = [self._path, *(self._path.with_name(f"{self._path.name}.{number + 1}") for number in range(KEPT))]

@@ -1,4 +1,4 @@
-"""The report that a decision reads, made of what services wrote to Redis and what the platform says. Pure."""
+"""The report that a decision reads, made from the members in Redis and from the platform's state. Pure."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from paceline.services.platforms.platform import Ability, PlatformState
 LOST_SECONDS = 60.0
 """Seconds for which a member that vanished without draining is reported as lost."""
 MEMORIES = 8
-"""Newest starts, drains and flips of a role from whose longest one the next is estimated."""
+"""Number of recent starts, drains and flips of a role that are kept. The longest of them is the estimate for the next
+one.
+"""
 
 _DISTRIBUTIONS = ("prompt_tokens", "answer_tokens", "ttft", "itl")
 _COUNTS = ("arrivals", "finished", "refused", "started_tokens", "cached_tokens", "media_items")
 
 
 class Seen(NamedTuple):
-    """A member in Redis, and how old its value is in seconds."""
+    """A member in Redis, and the age of its value in seconds."""
 
     member: Member
     age: float
@@ -39,9 +41,9 @@ class _Known:
     seen: Seen
     at: float
     since: float
-    """When its present state was seen first."""
+    """Time at which its present state was first seen."""
     member_before: Member | None = None
-    """The member at the report before, for the counts since then."""
+    """The member as it was at the previous report, to count what happened since."""
 
 
 @dataclass(slots=True)
@@ -66,16 +68,18 @@ class ReportBuilder:
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
         self._estimates = startup_seconds, drain_seconds, flip_seconds
         self._shares_cores = dict.fromkeys(ROLES, True)
-        """Whether the workers of each role that were ready last take turns. Before the first one, one is enough."""
+        """For each role, whether its most recently ready workers take turns on shared cores. Before any was ready, they
+        are assumed to.
+        """
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
         self._reported_at: float | None = None
         self._began: float | None = None
         self._seen_at = 0.0
-        """When the members were read last."""
+        """Time at which the members were last read."""
 
     def observe(self, now: float, members: Iterable[Seen]) -> None:
-        """Take in the members that Redis lists at the instant `now`. Call this more often than `report`."""
+        """Note the members that Redis lists at the instant `now`. Call this more often than `report`."""
         self._began = now if self._began is None else self._began
         self._seen_at = now
         listed = {seen.member.worker_id: seen for seen in members}
@@ -110,12 +114,10 @@ class ReportBuilder:
         abilities: Collection[Ability],
         changes: Mapping[Role, Changes] | None = None,
     ) -> Report:
-        """Return the report of what `observe` has taken in. Counts are those since the report before.
+        """Return the report on the observed members. Its counts begin at the previous report.
 
-        Args:
-            pinned: numbers of workers that people have set.
-            abilities: what the platform can do.
-            changes: when planners have changed each role; None if nobody knows.
+        Args: pinned: numbers of workers that people have set. abilities: abilities of the platform. changes: the times
+            at which planners changed each role; None if unknown.
         """
         self._forget_ended(platform)
         hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}
@@ -163,7 +165,7 @@ class ReportBuilder:
         role = None if before is None else before.seen.member.role
         if before is None or role == member.role or member.state != "ready" or role not in self._times:
             return
-        # An idle worker changes its role in less time than there is between two looks.
+        # An idle worker changes its role in less time than lies between two observations.
         began = before.since if before.seen.member.state == "draining" else before.at
         self._times[role].flips.append(now - began)
 
@@ -173,13 +175,13 @@ class ReportBuilder:
             times.drains.append(known.at - known.since)
 
     def _forget_ended(self, platform: PlatformState) -> None:
-        """Forget workers that vanished, if the platform says that the others are all there are."""
+        """Forget workers that vanished, if the platform runs no workers besides the others."""
         for role, state in platform.roles.items():
             gone = [known for known in self._of(role) if known.at < self._seen_at]
             here = [known for known in self._of(role) if known.at == self._seen_at]
             if sum(known.seen.member.state != "draining" for known in here) >= state.running:
                 for known in gone:
-                    # An idle worker drains in less time than there is between two looks.
+                    # An idle worker drains in less time than lies between two observations.
                     self._times[role].drains.append(self._seen_at - known.at)
                     del self._known[known.seen.member.worker_id]
 
@@ -251,7 +253,7 @@ class ReportBuilder:
             before, member = known.member_before, known.seen.member
             earlier = before.traffic if before is not None and before.epoch == member.epoch else TrafficReport()
             if before is None and member.traffic.seconds > 2 * interval:
-                earlier = member.traffic  # it has counted for long before this planner began
+                earlier = member.traffic  # its counts began long before this planner did
             seconds = max(seconds, member.traffic.seconds - earlier.seconds)
             for name, gain in _gains(earlier, member.traffic).items():
                 gains.setdefault(name, []).append(gain)
@@ -306,7 +308,7 @@ def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
 
 
 def revision_of(platform: PlatformState, pinned: Mapping[Role, int], workers: Iterable[WorkerReport] = ()) -> str:
-    """Return a name of what the platform wants, which changes if anybody changes it."""
+    """Return a digest of the platform's targets, pins and roles. It changes if anybody changes them."""
     wanted = sorted((role, state.wanted) for role, state in platform.roles.items())
     text = repr((wanted, sorted(pinned.items()), sorted((each.worker, each.role) for each in workers)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

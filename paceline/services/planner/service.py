@@ -1,4 +1,4 @@
-"""The planner's service: it reads reports, lets the pure planner decide, and carries the decisions out.
+"""The planner's service: it reads reports, lets the pure planner decide, and carries out the decisions.
 
 Every planner of a cluster decides, so that each knows the fleet. Only the one with the lease acts.
 """
@@ -33,11 +33,15 @@ from paceline.services.planner.reports import ReportBuilder, Seen, revision_of
 from paceline.services.platforms.platform import Platform, PlatformState
 
 TICK_SECONDS = 1.0
-"""Time between two looks at Redis. A request that waits for the first worker wakes the planner within this time."""
+"""Interval at which Redis is read, in seconds. The planner notices a request that waits for the first worker within
+this time.
+"""
 CALL_SECONDS = 60.0
 """Deadline of one call of the platform, in seconds."""
 HANDOVER_SECONDS = 2.0
-"""Time before the first decision after another planner's. Its last drains are then known from the workers' reports."""
+"""Time between another planner's last decision and this one's first, in seconds. By then, the other's last drains are
+known from the workers' reports.
+"""
 KEPT = 20
 """Newest decisions that `/fleet` shows. Of decisions with the same line in a row, only the last is kept."""
 
@@ -57,11 +61,9 @@ class _Past(NamedTuple):
 class PlannerService:
     """One planner of a cluster, from `run` to its end.
 
-    Args:
-        platform: what starts and stops the workers.
-        name: unique among all planners that ever run.
-        drain_seconds: the longest time that a worker drains, which is expected until one was seen to.
-        record: the planner's record; None records nothing.
+    Args: platform: starts and stops the workers. name: unique among all planners that ever run. drain_seconds: the
+        longest time that a worker drains. It is the estimate until a drain was seen. record: the planner's record; None
+        records nothing.
     """
 
     def __init__(
@@ -92,13 +94,13 @@ class PlannerService:
         self._asked = Asked(client, cluster)
         self._past: deque[_Past] = deque(maxlen=KEPT)
         self._next = 0.0
-        """When the next decision is due, on the clock."""
+        """Time at which the next decision is due, on the clock."""
         self._has_taken_over = False
-        """Whether what the planner before has asked for was read since this one got the lease."""
+        """Whether the previous planner's numbers were read since this planner got the lease."""
         self._told: set[Role] = set()
-        """Roles of which the log has said that their workers share cores."""
+        """Roles whose sharing of cores was logged already."""
         self._trouble = ""
-        """What did not answer at the last tick."""
+        """The service that did not answer at the last tick; empty if all did."""
 
     async def run(self, stop: asyncio.Event) -> None:
         """Plan until `stop` is set, then let another planner act. Workers keep running."""
@@ -114,7 +116,7 @@ class PlannerService:
                 self._record.close()
 
     async def tick(self) -> None:
-        """Look at the fleet, and decide if it is time. If Redis or the platform does not answer, nothing happens."""
+        """Observe the fleet, and decide if a decision is due. If Redis or the platform does not answer, do nothing."""
         now = self._clock()
         try:
             await self._look(now)
@@ -130,7 +132,7 @@ class PlannerService:
             log.exception("unexpected error in the planner; the fleet stays as it is")
 
     def report(self) -> PlanReport:
-        """Return what `/fleet` shows of this planner."""
+        """Return the report of this planner that `/fleet` shows."""
         now, objectives = self._clock(), self._planner.objectives
         return PlanReport(
             leads=self._lease.is_held,
@@ -177,7 +179,9 @@ class PlannerService:
             self._note(decision, acted)
 
     async def _carry_out(self, decision: Decision, report: Report, pinned: dict[Role, int]) -> bool:
-        """Do what was decided, unless this planner may not or somebody else has acted. Return whether it was done."""
+        """Carry out a decision, unless this planner may not act or somebody else has acted. Return whether it was
+        carried out.
+        """
         actions = [action for action in decision.actions if not isinstance(action, Hold)]
         if not actions or decision.advisory or not self._lease.is_held:
             return False

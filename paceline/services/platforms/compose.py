@@ -1,8 +1,8 @@
 """Workers as containers of docker compose, on one docker engine.
 
-Containers are added and removed as `docker compose up --scale` does it. A new one is a copy of another container of its
-service, with its labels, so that compose takes it for its own. The last container of a service is stopped and not
-removed, because the next one is its copy.
+Containers are added and removed in the way of `docker compose up --scale`. A new container is a copy of another
+container of its service, with the same labels, so that compose treats it as its own. The last container of a service is
+stopped but not removed, because the next container will be its copy.
 
 A container starts with the role of its service. A person may give its worker another role at the gateway; then it
 counts as a worker of that role until it starts again.
@@ -35,7 +35,7 @@ GRACE_SECONDS = 60
 """Time that a worker has to drain if its service has no stop_grace_period, in seconds."""
 
 THREADS = 256
-"""Calls of the engine at the same time, at most. Each drain takes one until its container has ended."""
+"""Most simultaneous calls of the engine. Each drain occupies one until its container has ended."""
 
 Json = dict[str, Any]
 Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]
@@ -67,7 +67,7 @@ class Container:
     role: str
     """The present role of its worker."""
     runs: bool
-    """Whether the container runs, or is started again when it ends."""
+    """Whether the container is running, or will be started again after it ends."""
     leaves: bool
     """Whether the container ends after its worker has drained, or is being removed."""
     serves: bool
@@ -84,8 +84,8 @@ class Container:
         Args:
             service_role: the role with which a worker in this container starts.
             worker: the newest worker in this container; None if Redis knows none.
-            last: the roles of containers that ran or left at the last look, by id. They count while Redis does not
-                know a worker.
+            last: the roles of containers that were running or leaving when the engine last listed them, by id. They
+                count while Redis does not know a worker.
             leaving: ids of the containers that end after their drain.
         """
         container_id, labels = listed["Id"], listed["Labels"]
@@ -113,11 +113,8 @@ def serves_in(worker_id: str, container: str) -> bool:
 def open_compose(path: str, project: str, workers: Workers, prefix: str = "") -> ComposePlatform:
     """Return the platform of a project.
 
-    Args:
-        path: Unix socket of the docker engine.
-        project: name of the project; "" for the one whose container this process runs in.
-        workers: says which workers there are now.
-        prefix: what stands in front of the roles in the names of the services.
+    Args: path: Unix socket of the docker engine. project: name of the project; "" for the one whose container this
+        process runs in. workers: returns the present workers. prefix: prefix of the roles in the names of the services.
 
     Raises:
         ConfigError: there is no engine, no such project, or the project is not known.
@@ -141,11 +138,9 @@ def open_compose(path: str, project: str, workers: Workers, prefix: str = "") ->
 
 
 class ComposePlatform:
-    """The workers of one fleet of a compose project. Its services have the names of the roles, behind a prefix.
+    """The workers of one fleet of a compose project. Its services are named after the roles, with a prefix.
 
-    Args:
-        workers: says which workers there are now.
-        failure: base class of the errors that `engine` raises.
+    Args: workers: returns the present workers. failure: base class of the errors that `engine` raises.
     """
 
     name = "compose"
@@ -164,11 +159,13 @@ class ComposePlatform:
         self._inherited: set[str] = set()
         """Ids of the containers that an earlier planner has told to end."""
         self._takes_over = False
-        """Whether the next look finds out which containers these are."""
+        """Whether the next call of `state` must find these containers."""
         self._last: dict[str, str] = {}
-        """The roles of the workers in containers that ran or left at the last look, by id of the container."""
+        """The roles of the workers in containers that were running or leaving when the engine last listed them, by id
+        of the container.
+        """
         self._acting = asyncio.Lock()
-        # asyncio's own threads are few, so that drains would keep other calls waiting.
+        # asyncio has few threads of its own, so drains would make other calls wait.
         self._threads = ThreadPoolExecutor(THREADS, "compose")
 
     def take_over(self) -> None:
@@ -245,8 +242,8 @@ class ComposePlatform:
     def _find_inherited(self, listed: Sequence[Json], workers: Mapping[str, KnownWorker]) -> set[str]:
         """Return the containers that an earlier planner has told to end, and that have not ended yet.
 
-        They are those whose workers drain when this planner takes over. A worker that serves again had drained for
-        another reason, such as a change of its role, so its container stays.
+        These are the containers whose workers drain when this planner takes over. A worker that serves again had
+        drained for another reason, such as a change of its role, so its container stays.
 
         Args:
             listed: all containers, as the engine lists them.
@@ -287,7 +284,9 @@ class ComposePlatform:
 
 
 def leaving(running: Sequence[Container], count: int, victims: Sequence[str]) -> list[Container]:
-    """Return the `count` containers that end: those that do not serve, those of the chosen workers, the newest ones."""
+    """Return the `count` containers to end: first containers that do not serve, then those of the chosen workers, then
+    the newest.
+    """
     chosen = [each for worker in victims for each in running if serves_in(worker, each.id)]
     newest = [each for each in reversed(running) if each not in chosen]
     return sorted([*chosen, *newest], key=lambda each: each.serves)[: max(0, count)]
@@ -305,7 +304,7 @@ def copied_config(found: Json, number: int) -> Json:
     with contextlib.suppress(KeyError):
         del config["Labels"]["com.docker.compose.replace"]
     if config.get("Hostname") and found["Id"].startswith(config["Hostname"]):
-        del config["Hostname"]  # the engine chose it; the copy gets its own
+        del config["Hostname"]  # the engine chose this value, and chooses another one for the copy
     service = config["Labels"][SERVICE]
     # Networks of the engine itself, such as "none", take no aliases.
     networks = {

@@ -1,8 +1,8 @@
 """Workers as pods of Kubernetes: the Deployments `worker` (prefill and decode) and `encode` of kubernetes/base.
 
-What should be is kept in the cluster (`Wish`), so that this object may be made anew at any time, and two of them do no
-harm. The role of each pod is its label. People change the number of workers with `kubectl scale`; roles are the
-planner's.
+The wanted state is kept in the cluster (`Wish`), so that this object may be made anew at any time, and two of them do
+no harm. A label of each pod holds its role. People change the number of workers with `kubectl scale`; only the planner
+changes roles.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from paceline.services.platforms.kubernetes_wish import Wish, failure_of, is_rol
 from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
 BLIND_SECONDS = 90.0
-"""Without a word from the API server for so long, what is known of the pods is too old to act on."""
+"""If the API server has sent nothing for this many seconds, the known state of the pods is too old to act on."""
 SETTLE_SECONDS = 5.0
-"""Roles of pods are compared with what they should be after each change, and after this time."""
+"""Roles of pods are compared with their wanted roles after each change, and at this interval, in seconds."""
 PAUSE_SECONDS = 0.1
-"""Changes that come within this time after another one are looked at together."""
+"""Changes within this time after a first one are handled together, in seconds."""
 FIRST_LIST_SECONDS = 30.0
 """Time that the first list of pods may take."""
 
@@ -70,12 +70,12 @@ class KubernetesPlatform:
         self._tell = tell
         self._book = PodBook()
         self._heard = -float("inf")
-        """When the API server last said something about pods, on the monotonic clock."""
+        """Time of the API server's last message about pods, on the monotonic clock."""
         self._listed, self._changed = asyncio.Event(), asyncio.Event()
         self._told: dict[str, tuple[int, Role]] = {}
-        """For each pod, by uid, its restarts and its role when the worker was told its role."""
+        """For each pod, by uid, its number of restarts and its role at the time when the worker was told its role."""
         self._acting = asyncio.Lock()
-        """Held while several objects are changed, so that no change is judged half done."""
+        """Held while several objects are changed, so that nobody acts on a half-finished change."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def take_over(self) -> None:
@@ -101,7 +101,7 @@ class KubernetesPlatform:
         return PlatformState(roles, trouble)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        """See `Platform.scale`. Raises UnavailableError also if Kubernetes would end another pod than the chosen."""
+        """See `Platform.scale`. Also raises UnavailableError if Kubernetes would end another pod than chosen."""
         await self._see()
         async with self._acting:
             deployment = await self._api.get(_deployment(component_of(role)))
@@ -130,12 +130,12 @@ class KubernetesPlatform:
                 replicas = replicas_of(await self._api.get(_deployment("worker")))
                 wish = read_wish(await self._api.get(_ROLES), replicas)
                 moves = new_roles(self._book.pods("worker"), wish.prefill, wish.decode)
-                if role not in [each for _, each in moves]:  # an earlier call that failed may have come so far
+                if role not in [each for _, each in moves]:  # an earlier call that failed may have done this already
                     step = 1 if role == "prefill" else -1
                     await self._set_wish(replicas, wish, Wish(wish.prefill + step, wish.decode - step))
                 await self._label(pod, role)
         if not pod.ready:
-            return  # it reads its label when it starts, and is told when it is ready
+            return  # a pod that starts later reads its label, and its worker is told the role when it is ready
         try:
             await self._tell(worker_id, role)
         except PacelineError as error:
@@ -148,7 +148,7 @@ class KubernetesPlatform:
         await self._api.close()
 
     async def _see(self) -> None:
-        """Wait for the first list of pods. Raises UnavailableError if the last news are too old to act on."""
+        """Wait for the first list of pods. Raises UnavailableError if the known state is too old to act on."""
         if not self._tasks:
             self._tasks = [
                 asyncio.create_task(self._watch(), name="watch pods"),
@@ -216,7 +216,7 @@ class KubernetesPlatform:
         self._book.note("MODIFIED", await self._api.patch(f"v1/pods/{pod.name}", {"metadata": metadata}))
 
     async def _watch(self) -> None:
-        """Keep the book of pods as new as the API server allows, until cancelled."""
+        """Keep the book of pods up to date, until cancelled."""
         version, pause = "", 0.0
         while True:
             try:

@@ -1,7 +1,7 @@
 """A small client of the Kubernetes API: the objects of one namespace, merge patches and watches.
 
-It needs no more of the API than this, so httpx is enough. Errors of the API become UnavailableError, because the
-planner tries again later.
+The planner needs no more of the API than this, so httpx is enough. Errors of the API become UnavailableError, because
+the planner tries again later.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Json = dict[str, Any]
 CALL_SECONDS = 10.0
 """Deadline of a call to the API, in seconds."""
 WATCH_SECONDS = 60
-"""The API server ends a watch after so many seconds. A connection that is dead is noticed soon after this time."""
+"""The API server ends a watch after this many seconds. A dead connection is noticed soon after this time."""
 PAGE = 500
 """Objects that one answer lists at most."""
 ATTEMPTS = 5
-"""Tries of a change that meets changes by others."""
+"""Most attempts at a change that conflicts with changes by others."""
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The files that a pod gets for its service account."""
@@ -63,7 +63,7 @@ class KubernetesApi:
             base_url=url,
             timeout=CALL_SECONDS,
             verify=ssl.create_default_context(cafile=authorities or None),
-            trust_env=False,  # a proxy for the internet does not lead to the API server
+            trust_env=False,  # a proxy for the internet does not reach the API server
         )
 
     @classmethod
@@ -87,7 +87,7 @@ class KubernetesApi:
         return await self._call("GET", path)
 
     async def patch(self, path: str, body: Json) -> Json:
-        """Change an object by a merge patch and return it. Raises UnavailableError.
+        """Change an object by a merge patch, and return the new object. Raises UnavailableError.
 
         A `metadata.resourceVersion` in `body` is a condition: ConflictError if the object has another one.
         """
@@ -131,7 +131,8 @@ class KubernetesApi:
         """Yield changes after `version` until the API server ends the watch.
 
         A change is ADDED, MODIFIED, DELETED or BOOKMARK, with the object. A bookmark has only a newer version. The
-        first one is from this client and has the old version. It says that the API server has accepted the watch.
+        first bookmark is made by this client, and has the old version. It shows that the API server has accepted the
+        watch.
 
         Raises GoneError if the version is too old, and UnavailableError if the connection breaks.
         """

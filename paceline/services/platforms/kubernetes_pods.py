@@ -1,4 +1,4 @@
-"""The pods of workers: what is known of them, which of them a ReplicaSet ends, and which role each should have.
+"""The pods of workers: their known state, the pods that a ReplicaSet would end, and the role that each pod should have.
 
 Pure functions and one class without I/O.
 """
@@ -16,7 +16,7 @@ COST = "controller.kubernetes.io/pod-deletion-cost"
 """Annotation: among pods that are equally ready, a ReplicaSet ends those with the lowest cost first."""
 
 _STUCK = ("CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
-"""Reasons for which a container waits and that no time heals."""
+"""Reasons why a container waits that do not go away by themselves."""
 _PHASES = {"Pending": 0, "Unknown": 1}
 """The order in which a ReplicaSet ends pods, by phase. All other phases come last."""
 
@@ -45,7 +45,7 @@ class Pod:
     """Time of creation, in a form that sorts."""
     restarts: int = 0
     problem: str = ""
-    """Why the pod does not run and will not by itself; empty if nothing is wrong."""
+    """The reason why the pod does not run and will not run by itself; empty if nothing is wrong."""
 
     @property
     def rank(self) -> tuple[bool, int, bool]:
@@ -92,7 +92,7 @@ def _problem(conditions: Mapping[str, Any], containers: Iterable[Mapping[str, An
 
 
 class PodBook:
-    """The pods of workers, from lists and watches whose news may come late, twice or out of order."""
+    """The pods of workers, from lists and watches. Their changes may come late, twice or out of order."""
 
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}
@@ -101,7 +101,7 @@ class PodBook:
         """The uids of pods that have ended since the last list, so that late news do not bring them back."""
 
     def replace(self, found: Iterable[Mapping[str, Any]]) -> None:
-        """Take a complete list. Newer descriptions, which an answer to a change has brought, stay."""
+        """Replace all pods by a complete list. Newer descriptions, which came with an answer to a change, stay."""
         listed = {pod.name: pod for pod in map(Pod.of, found)}
         for name, pod in listed.items():
             known = self._pods.get(name)
@@ -110,7 +110,7 @@ class PodBook:
         self._pods, self._gone = listed, {}
 
     def note(self, kind: str, found: Mapping[str, Any]) -> None:
-        """Take one change: ADDED, MODIFIED or DELETED. Old news change nothing."""
+        """Note one change: ADDED, MODIFIED or DELETED. An outdated change has no effect."""
         pod = Pod.of(found)
         known = self._pods.get(pod.name)
         if kind == "DELETED":
@@ -149,14 +149,14 @@ def living(pods: Iterable[Pod]) -> list[Pod]:
 
 
 class CannotChooseError(Exception):
-    """The ReplicaSet would end another pod. The text says which and why."""
+    """The ReplicaSet would end another pod than the chosen one. The message names it and the reason."""
 
 
 def choose_victims(pods: Sequence[Pod], role: Role, count: int, wished: Sequence[str]) -> list[Pod]:
     """Return the pods of a role that shall end, in this order.
 
     A ReplicaSet ends pods that are not ready before all others, whatever their costs. So these come first, which loses
-    nothing, then those in `wished`, then the youngest.
+    no work, then the pods in `wished`, and then the youngest.
 
     Args:
         pods: all pods of the Deployment.
@@ -195,9 +195,9 @@ def needed_because(pods: Sequence[Pod], pod: Pod) -> str:
 def new_roles(pods: Sequence[Pod], prefill: int, decode: int) -> list[tuple[Pod, Role]]:
     """Return the pods that should have another role, with this role.
 
-    New pods start as decode workers. Pods whose container has not started take another role for nothing, so they come
-    first. Then come those that are not ready, so that a role keeps its ready pods, and then the youngest, which have
-    cached least.
+    New pods start as decode workers. Pods whose container has not started can change their role at no cost, so they
+    come first. Then come pods that are not ready, so that a role keeps its ready pods, and then the youngest pods,
+    which have cached least.
 
     Args:
         pods: all pods of the Deployment `worker`.
@@ -217,6 +217,8 @@ def new_roles(pods: Sequence[Pod], prefill: int, decode: int) -> list[tuple[Pod,
 
 
 def problem_of(pods: Collection[Pod]) -> str:
-    """Return how many of these pods cannot run, and what is wrong with the first one; empty if all can."""
+    """Return a text with the number of these pods that cannot run and the problem of the first one; empty if all can
+    run.
+    """
     stuck = [pod for pod in living(pods) if pod.problem]
     return f"{len(stuck)} of its pods cannot run: {stuck[0].problem}" if stuck else ""

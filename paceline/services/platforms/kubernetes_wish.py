@@ -15,8 +15,8 @@ Json = Mapping[str, Any]
 class Wish:
     """The wanted numbers of prefill and decode workers. They are kept in the ConfigMap `roles`.
 
-    The Deployment `worker` has only their sum as its replicas. A change is written here first and then there. If the
-    second write is missing, `before` tells this from the change of a person.
+    The Deployment `worker` has only their sum as its replicas. A change is first written to the ConfigMap and then to
+    the Deployment. If the second write is missing, `before` distinguishes this from a change by a person.
     """
 
     prefill: int
@@ -40,7 +40,7 @@ class Wish:
 
 
 def read_wish(roles: Json, replicas: int) -> Wish:
-    """Return how many workers of each role there should be.
+    """Return the wanted numbers of prefill and decode workers.
 
     Args:
         roles: the ConfigMap `roles`. Without data, all workers decode.
@@ -66,7 +66,7 @@ def replicas_of(deployment: Json) -> int:
 
 
 def is_rolling(deployment: Json) -> bool:
-    """Return whether pods of an earlier version are being replaced. Meanwhile the costs of pods decide nothing."""
+    """Return whether pods of an earlier version are being replaced. Meanwhile the costs of pods have no effect."""
     status = deployment.get("status") or {}
     seen = status.get("observedGeneration", 0) >= deployment["metadata"].get("generation", 0)
     return not seen or status.get("updatedReplicas", 0) < status.get("replicas", 0)

@@ -1,4 +1,6 @@
-"""The interface between the planner and what starts and stops workers: `paceline serve`, docker compose, Kubernetes."""
+"""The interface between the planner and a platform, which starts and stops workers: `paceline serve`, docker compose or
+Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ class PlatformRole:
     """The workers of one role, as the platform counts them."""
 
     wanted: int
-    """Workers that the platform keeps running, those that are starting or cannot be placed included."""
+    """Number of workers that the platform keeps running, including workers that are starting or cannot be placed."""
     running: int
-    """Workers whose process or container runs, without those that drain."""
+    """Number of workers whose process or container runs, without draining workers."""
     draining: int = 0
-    """Workers that are ending. They are not among `wanted`."""
+    """Number of workers that are ending. They do not count in `wanted`."""
     given_up: int = 0
-    """Workers that kept ending, so that the platform wants that many fewer now. A total since the platform's start."""
+    """Number of workers, since the platform's start, that were given up because they kept ending. `wanted` was lowered
+    by each of them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,11 @@ class PlatformState:
     roles: Mapping[Role, PlatformRole]
     """The roles that the platform can scale. A role that is left out stays as it is."""
     problems: Mapping[Role, str] = field(default_factory=dict)
-    """For each role whose wanted workers cannot all run, the reason: no device is free, an image is missing."""
+    """For each role whose wanted workers cannot all run, the reason, such as a missing image or no free device."""
 
 
 class Platform(Protocol):
-    """A fleet that is scaled by calls. Every call may be repeated: it says what shall be, and not what changes.
+    """A fleet that is scaled by calls. Every call may be repeated, because it names the wanted state and not a change.
 
     All methods raise UnavailableError if the platform does not answer, or refuses; its text says what to do. The
     planner tries again later.
@@ -56,12 +60,13 @@ class Platform(Protocol):
     abilities: frozenset[Ability]
 
     def take_over(self) -> None:
-        """Note that this planner acts from now on, so that drains of the planner before it are this one's."""
+        """Note that this planner acts from now on, and takes over the drains that the previous planner has begun."""
 
     async def state(self) -> PlatformState:
-        """Return how many workers of each role are wanted and running.
+        """Return the numbers of wanted and of running workers of each role.
 
-        The planner compares `wanted` with what it has asked for. A difference is the edit of a person, which wins.
+        The planner compares `wanted` with the number that it has asked for. A difference is a person's edit, which
+        takes precedence.
         """
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
@@ -70,8 +75,8 @@ class Platform(Protocol):
         Args:
             wanted: number of workers, as in `PlatformRole.wanted`.
             victims: ids of the workers that shall end if there are too many, the first ones first. A worker that ends
-                gets SIGTERM and the time that its drain may take. If these are not enough, or the platform cannot
-                choose, it ends workers by its own rule. Ids of workers that have ended are ignored.
+                gets SIGTERM and the time that its drain may take. If they are too few, or the platform cannot choose,
+                it ends workers by its own rule. Ids of workers that have ended are ignored.
         """
 
     async def flip(self, worker_id: str, role: Role) -> None:

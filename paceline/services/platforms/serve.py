@@ -30,7 +30,7 @@ class ServePlatform:
     async def state(self) -> PlatformState:
         """See `Platform.state`."""
         answer = await ask_supervisor(self._socket, {})
-        # A process that has ended is started again, so all that are wanted run, or nearly so.
+        # A process that has ended is started again, so nearly all wanted workers are running.
         return PlatformState(
             {
                 role: PlatformRole(counts["wanted"], counts["wanted"], counts["draining"], counts["given_up"])

@@ -74,7 +74,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
                 has_readers=request.host_id != worker.kv.session.host_id,
                 spare=spare,
             )
-            if computed.capacity < len(work.token_ids):  # the request would wait for blocks that nobody adds
+            if computed.capacity < len(work.token_ids):  # otherwise the request would wait for blocks that nobody adds
                 raise InvalidRequestError(
                     f"the blocks have room for {computed.capacity} tokens, the context has {len(work.token_ids)}"
                 )

@@ -27,7 +27,7 @@ _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def check_config(config: ServeConfig) -> None:
-    """Raise ConfigError for options that no stack can run with, whatever the model is."""
+    """Raise ConfigError for options with which no stack can run, whatever the model is."""
     find_policy(config.cache_policy)
     speculative = parse_speculative_config(config.speculative_config)
     if not is_draft_name(speculative):
@@ -65,7 +65,7 @@ def check_memory(models: Sequence[tuple[ServeConfig, Path]], available: int | No
 
     Args:
         models: the options and the folder of each model.
-        available: bytes that can be taken without swapping; None if the system does not report them.
+        available: bytes that can be allocated without swapping; None if the system does not report them.
 
     Returns:
         A warning if not all experts fit; else an empty text.
@@ -147,7 +147,7 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
 
 
 def _idle_expert_share(folder: Path, config: ServeConfig) -> float:
-    """Return the share of the weights that are mapped experts which a token does not use."""
+    """Return the share of the weights that belongs to mapped experts and that a single token does not use."""
     facts = read_facts(folder, config.model_impl)
     is_mapped = config.device == "cpu" and config.kernels != "reference"
     if not is_mapped or not isinstance(facts, ModelConfig) or facts.experts is None:

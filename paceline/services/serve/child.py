@@ -15,7 +15,7 @@ from typing import Literal
 from paceline.core.errors import ConfigError, PacelineError, UnavailableError
 
 LAST_WORDS = "paceline: "
-"""Prefix of the line with which a paceline command says why it failed."""
+"""Prefix of the line in which a paceline command gives the reason of its failure."""
 
 _PR_SET_PDEATHSIG = 1
 _LINE_BYTES = 1 << 20
@@ -53,9 +53,9 @@ class Child:
         """Start a process.
 
         Args:
-            answers_on: where it writes a line when it is ready; "ready-fd" is a pipe that it gets as a flag.
+            answers_on: where the process writes a line when it is ready; "ready-fd" is a pipe, passed to it by a flag.
             echo: called with each line of its other output.
-            environment: its environment; None for that of this process.
+            environment: its environment; None to inherit that of this process.
 
         Raises:
             ConfigError: the command cannot be executed.
@@ -161,7 +161,7 @@ class _Pipe:
 
     @classmethod
     async def open(cls, undo: contextlib.ExitStack, childs_ends: contextlib.ExitStack) -> _Pipe:
-        """Open a pipe. The stacks get what closes this process's end and the child's."""
+        """Open a pipe. Push functions that close this process's end to `undo`, and the child's end to `childs_ends`."""
         readable, writable = os.pipe()
         childs_ends.callback(os.close, writable)
         reader = asyncio.StreamReader(limit=_LINE_BYTES)

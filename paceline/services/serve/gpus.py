@@ -1,4 +1,4 @@
-"""The GPUs of this machine, of which `paceline serve --device cuda` gives each worker one."""
+"""The GPUs of this machine. `paceline serve --device cuda` gives one of them to each worker."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def visible_gpus(folder: Path = _FOLDER) -> list[str]:
 
 
 def default_budget(config: ServeConfig, gpus: int) -> int:
-    """Return the planner's budget if the user has named none: the GPUs, and room for the workers that the user wants.
+    """Return the planner's budget if the user has named none: the number of GPUs, or of the workers that the user wants
+    if that is larger.
 
-    Workers that share a GPU are no faster than one, so the planner adds none for which there is no GPU.
+    Workers that share a GPU are no faster than one, so the planner adds no worker that would have to share.
     """
     devices = config.prefill_devices, config.decode_devices, config.encode_devices
     first = config.prefill, config.decode, config.encode

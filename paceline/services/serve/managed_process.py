@@ -11,7 +11,7 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.services.serve.child import Child
 
 SETTLED_SECONDS = 5.0
-"""A process that ends sooner than this after its start is likely to do so again. In seconds."""
+"""A process that ends sooner than this after its start is likely to do so again, in seconds."""
 MOST_FAILURES = 5
 """Number of ends in a row, each soon after a start, after which the service is given up."""
 _PAUSES = (0.25, 10.0)
@@ -57,7 +57,7 @@ class ManagedProcess:
 
     @property
     def address(self) -> str:
-        """Address at which the process serves, or its predecessor did; empty before `ready`."""
+        """Address at which the process or its predecessor serves; empty before `ready`."""
         return self._address
 
     @property

@@ -26,11 +26,9 @@ from paceline.services.serve.worker_fleet import Role, WorkerFleet, tell_role
 class ModelStack:
     """One model with its fleet, from `prepare` to `stop`.
 
-    Args:
-        config: the options of this model.
-        folder: where its files go. The folder's name with the number is the name of the fleet's cluster.
-        label: what stands in front of the names of its processes for the user; "" if there is one model only.
-        on_lost: called with the error if the model can be served no more.
+    Args: config: the options of this model. folder: folder of its files. The folder's name with the number is the name
+        of the fleet's cluster. label: prefix of the names of its processes, for the user; "" if there is only one
+        model. on_lost: called with the error if the model can no longer be served.
     """
 
     def __init__(
@@ -47,7 +45,7 @@ class ModelStack:
         """Folder of the model, after `prepare`."""
         self.cluster = f"{folder.name}-{number}"
         self.socket = folder / f"scale-{number}.sock"
-        """Where the fleet is scaled."""
+        """Path of the Unix socket through which the fleet is scaled."""
         self._processes = processes
         self._settings = folder / f"fleet-{number}.toml"
         self._label = label
@@ -75,7 +73,7 @@ class ModelStack:
         """Start kvtransfer and the workers, and open the socket for scaling."""
         config, start = self.config, partial(self._processes.start, on_broken=self._note_broken)
         self._settings.write_text(fleet_settings(config, self.folder, redis, self.cluster, secret))
-        # By this host id a kvtransfer that is started again finds the arena of its predecessor.
+        # A kvtransfer that is started again finds the arena of its predecessor by this host id.
         self._kvtransfer = self._service("kvtransfer", f"--host-id={self.cluster}")
         await start(self._kvtransfer)
         address = f"--kvtransfer-address={await self._kvtransfer.ready()}"
@@ -126,7 +124,7 @@ class ModelStack:
 
     @property
     def _has_gpus(self) -> bool:
-        """Whether each worker gets a GPU. A number, as in `cuda:1`, names one for all workers."""
+        """Whether each worker gets a GPU. A number, as in `cuda:1`, gives the same GPU to all workers."""
         return self.config.device == "cuda" and self._processes.gpus.count > 0
 
     def _service(self, role: str, *arguments: str) -> ManagedProcess:

@@ -49,11 +49,13 @@ class Processes:
         self._drain_seconds = drain_seconds
         self._supervisions: dict[ManagedProcess, asyncio.Task[None]] = {}
         self.hurry = asyncio.Event()
-        """If it is set, processes are killed instead of waiting for their end."""
+        """Set to kill processes instead of waiting until they end."""
         self.preparing: ManagedProcess | None = None
         """The process that prepares a model, if one was started."""
         self.stack_serves = False
-        """Whether a process that ends is started again. Until then it ends the stack."""
+        """Whether the stack serves, so that a process that ends is started again. Before that, its end is the end of
+        the stack.
+        """
 
     def service(self, role: str, *arguments: str, label: str = "") -> ManagedProcess:
         """Make the process of a service that is no worker.
@@ -61,7 +63,7 @@ class Processes:
         It keeps its address when it is started again, because other processes were started with this address.
 
         Args:
-            label: what stands in front of its name for the user.
+            label: prefix of its name, for the user.
         """
 
         def launch(address: str) -> Awaitable[Child]:
@@ -110,11 +112,11 @@ class Processes:
         return ManagedProcess(lambda _: Child.start("redis", command, "nothing", lambda line: None), ready, warn)
 
     async def prepare(self, name: str, config: ServeConfig) -> Path:
-        """Prepare a model and return its folder. A separate process does this, so that its memory is free again."""
+        """Prepare a model and return its folder. A separate process does this, so that its memory is freed."""
         options = {flag(option): getattr(config, option) for option in PREPARE_OPTIONS}
         arguments = [f"{option}={value}" for option, value in options.items() if not isinstance(value, bool)]
         arguments += [option for option, value in options.items() if value is True]
-        if sys.stderr.isatty():  # the child writes to a pipe, so it would not know
+        if sys.stderr.isatty():  # the child writes to a pipe, so it cannot find out itself
             arguments.append("--live-progress")
         command = self._command("prepare", config.model, *arguments)
         echo = StatusLines(sys.stderr)

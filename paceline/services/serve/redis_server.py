@@ -43,7 +43,7 @@ async def wait_for_redis(url: str, seconds: float) -> None:
     problem: Exception | None = None
     try:
         async with asyncio.timeout(seconds) as limit:
-            while not limit.expired():  # redis may take the cancellation for a failure of its connection
+            while not limit.expired():  # the Redis client may mistake the cancellation for a failure of its connection
                 try:
                     await client.ping()
                     return

@@ -20,7 +20,7 @@ _ADVICE = 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The wish of one request."""
+    """The wanted changes of one request."""
 
     targets: dict[Role, int]
     victims: list[str]
@@ -58,7 +58,7 @@ class ScalingSocket:
             writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
             await writer.drain()
         except (OSError, TimeoutError, ValueError):
-            pass  # the client has gone, or sends no line
+            pass  # the client has left, or sends no line
         finally:
             writer.close()
 

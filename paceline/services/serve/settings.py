@@ -35,7 +35,7 @@ _GATEWAY = (
     "allowed_local_media_path",
     "vllm_metric_names",
 )
-"""Options of `serve` that only the gateway has, for all models."""
+"""Options of `serve` that only the gateway has, and that apply to all models."""
 _MODEL = tuple(name for name in own_options(GatewayConfig) if name in ServeConfig.model_fields and name != "model")
 """Options of `serve` that the gateway has for each model."""
 _SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision", "models_file")
@@ -89,7 +89,7 @@ def models_file(fleets: Iterable[tuple[ServeConfig, Path, str, Path]]) -> str:
 def served_name(config: ServeConfig) -> str:
     """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file.
 
-    A link's own name counts, which stays when the link leads to a newer model.
+    For a link, it is the link's own name, which stays the same when the link points to a newer model.
     """
     if config.served_model_name:
         return config.served_model_name
@@ -102,5 +102,5 @@ def _cache(config: ServeConfig) -> Path:
 
 
 def _lines(values: Mapping[str, Any]) -> str:
-    # A JSON scalar is a TOML scalar, unless characters are escaped into surrogates.
+    # A JSON scalar is also a TOML scalar, unless characters are escaped as surrogates.
     return "".join(f"{name} = {json.dumps(value, ensure_ascii=False)}\n" for name, value in values.items())

@@ -45,7 +45,7 @@ class Supervisor:
         self._lost: dict[ModelStack, asyncio.Task[None]] = {}
         """Fleets that are stopped while others serve."""
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()
-        """Errors of processes without which there is no stack."""
+        """Errors of processes without which the stack cannot run."""
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
@@ -134,7 +134,7 @@ class Supervisor:
         return await self._redis.ready()
 
     def _note_lost(self, stack: ModelStack, error: BaseException) -> None:
-        """Stop the fleet of a model that can be served no more. Without another model this is the end of the stack."""
+        """Stop the fleet of a model that can no longer be served. If there is no other model, end the stack."""
         if stack in self._lost:
             return
         if not self._processes.stack_serves or len(self._lost) == len(self._stacks) - 1:

@@ -21,7 +21,7 @@ from paceline.services.common.secret import Secret
 from paceline.services.serve.settings import served_name
 
 SERVING_SECONDS = 30.0
-"""Longest time until the gateway finds the workers, which are ready already, in seconds."""
+"""Longest time for the gateway to find the workers, which are ready already, in seconds."""
 
 
 async def wait_until_serving(config: ServeConfig, address: str, models: Sequence[str]) -> None:
@@ -32,7 +32,7 @@ async def wait_until_serving(config: ServeConfig, address: str, models: Sequence
         models: the models by name, all of which must be served.
     """
     if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
-        return  # it talks to nobody without a certificate, and this process has none
+        return  # the gateway demands client certificates, and this process has none
     try:
         async with asyncio.timeout(SERVING_SECONDS):
             while True:
@@ -126,7 +126,7 @@ def _local(host: str) -> str:
 
 
 async def _is_healthy(config: ServeConfig, address: str, model: str) -> bool:
-    # The certificate names another host, perhaps. To ask our own child for its health needs no proof of who it is.
+    # The certificate may name another host. A health check of our own child does not need to verify it.
     tls = ssl._create_unverified_context() if config.ssl_certfile else None
     try:
         if config.uds:

@@ -19,7 +19,7 @@ Role = Literal["prefill", "decode", "encode"]
 MOST = 64
 """Largest number of workers of one role."""
 LOOK_SECONDS = 0.2
-"""Time between two looks whether a worker may drain, in seconds."""
+"""Interval of the checks whether a worker may drain, in seconds."""
 FLIPPING: tuple[Role, ...] = ("prefill", "decode")
 """Roles that a running worker can exchange."""
 
@@ -45,8 +45,8 @@ class WorkerFleet:
         supervise: returns a task that starts a worker's process again whenever it ends.
         drain: sends SIGTERM to the worker, which moves or finishes its work, and waits for its end.
         flip: tells a running worker to take another role. Raises PacelineError if the worker refuses.
-        check: raises ConfigError if so many more workers of each role make no sense for the model, or do not fit into
-            the machine's memory.
+        check: raises ConfigError if the model has no use for so many more workers of each role, or the machine has no
+            memory for them.
         tell: shows a line to the user.
     """
 
@@ -102,7 +102,8 @@ class WorkerFleet:
     async def drain(self, names: Sequence[str]) -> None:
         """Drain workers. Their roles have fewer workers from now on. Raises ConfigError if one is unknown.
 
-        The last worker of a role that serves goes on until another one serves, if the role has one that is starting.
+        If a role's only serving worker is drained while another one is starting, it serves until the other one is
+        ready.
         """
         async with self._scaling:
             for worker in [self._find(name) for name in names]:
@@ -150,7 +151,7 @@ class WorkerFleet:
         self._first_are_ready = True
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Return for each role how many workers are wanted, ready and draining, and how many were given up so far."""
+        """Return, for each role, the numbers of wanted, ready and draining workers, and of workers given up so far."""
         return {
             role: {
                 "wanted": len(workers),
@@ -164,7 +165,7 @@ class WorkerFleet:
     def give_up(self, process: ManagedProcess) -> bool:
         """Forget a worker whose process keeps ending, unless it is the only prefill or decode worker.
 
-        If a worker was to drain as soon as the forgotten one is ready, it stays in its place.
+        If another worker was to drain as soon as the forgotten one was ready, it stays.
 
         Returns whether the process was a worker's and is forgotten.
         """
@@ -197,7 +198,7 @@ class WorkerFleet:
         return found
 
     def _order(self, role: Role, victims: Sequence[str]) -> list[ServedWorker]:
-        """Return the workers of a role, the ones that are drained first last."""
+        """Return the workers of a role. The worker that is drained first comes last."""
         places = {name: place for place, name in enumerate(victims)}
 
         def place(worker: ServedWorker) -> tuple[bool, int]:
@@ -249,7 +250,7 @@ class WorkerFleet:
         self._tell(f"  {worker.name:<12} has ended")
 
     async def _replaced(self, worker: ServedWorker) -> None:
-        """Wait while a worker serves and its role has others that do not serve yet, and none that does.
+        """Wait while a worker serves, its role has other workers that do not serve yet, and no other one that serves.
 
         The wait ends when one of them serves or all are given up; the start of a process has a deadline.
         """

@@ -1,4 +1,4 @@
-"""A worker's admission of requests: how many run, which ones wait for blocks, and when a drain ends them."""
+"""A worker's admission of requests: the number that run, the queue for blocks, and the end of requests by a drain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerAdmission:
         """Count one request while the body of the `with` statement runs.
 
         Args:
-            background: whether nobody waits for the request. Then it comes after all requests that were preempted.
+            background: whether nobody waits for the request. It then comes after all preempted requests.
 
         Raises:
             BusyError: the worker has no room now.
@@ -61,7 +61,7 @@ class WorkerAdmission:
 
     @contextlib.asynccontextmanager
     async def join(self, continues: bool) -> AsyncIterator[None]:
-        """Count work that takes no place of a request, while the body of the `with` statement runs.
+        """Count work that does not use a request's place, while the body of the `with` statement runs.
 
         Args:
             continues: whether the work belongs to a request that was admitted here. Then a draining worker takes it.
@@ -93,7 +93,7 @@ class WorkerAdmission:
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key, background: bool = False) -> Iterator[Callable[[], bool]]:
-        """Queue a preempted request, before newcomers. Yield a function that says if it is first.
+        """Queue a preempted request, before newcomers. Yield a function that returns whether it is first.
 
         Args:
             background: whether nobody waits for the request. Then urgent requests, newcomers too, come before it.

@@ -1,4 +1,4 @@
-"""The way of a worker's operations to kvtransfer: in order, in batches, and each with an answer or an error."""
+"""The sending of a worker's operations to kvtransfer: in order, in batches, and each with an answer or an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from paceline.services.common.unix_socket import MAX_MESSAGE_BYTES, Framed, sock
 RETRY_SECONDS = 0.5
 """Pause after a batch that could not be sent. If the session broke, the worker knows it by then."""
 LINGER_SECONDS = 0.5
-"""Longest wait of an operation for company if no caller waits for it. A call costs both sides as much as a token."""
+"""Longest time that an operation waits for others to share its call, if no caller waits for it, in seconds. A call
+costs both sides as much as a token.
+"""
 MAX_OPERATIONS = 512
 """Most operations in one batch, so that kvtransfer serves other workers between batches."""
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
@@ -31,13 +33,14 @@ class _Submitted:
 
 
 class BatchSender:
-    """Sends operations in the order in which they were submitted. Each batch has all operations that wait by then.
+    """Sends operations in the order in which they were submitted. Each batch has all operations that are waiting at
+    that time.
 
     An operation that may linger waits up to LINGER_SECONDS for others. One that may not linger takes it along at once.
 
     Every operation ends with its result, or with UnavailableError if no answer came or the sender was closed. A release
     without an answer is sent again until it gets one, because blocks that nobody needs must not stay leased. Nothing is
-    sent between `pause` and `resume`. Operations that have no answer by then are sent again, in their old order.
+    sent between `pause` and `resume`. Operations without an answer are sent again after `resume`, in their old order.
 
     Args:
         call: sends one batch. The reply has one result for each operation, in order. Raises UnavailableError.

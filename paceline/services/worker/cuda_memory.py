@@ -14,7 +14,9 @@ def device_name(device: torch.device) -> str:
 
 
 def export(pool: Tensor) -> pb.CudaMemory:
-    """Return what `map_exported` needs in another process. The pool must not be freed while this process lives."""
+    """Return the handle that `map_exported` needs in another process. The pool must not be freed while this process
+    lives.
+    """
     shared = pool.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     _, handle, size, offset, ref_counter, ref_counter_offset, event, waits = shared
     return pb.CudaMemory(

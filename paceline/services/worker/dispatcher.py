@@ -1,4 +1,6 @@
-"""The dispatcher of the engine's events: to operations on blocks, and to the handlers of requests."""
+"""The dispatcher of the engine's events: it turns them into operations on blocks, and passes them to the handlers of
+requests.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class Dispatcher:
                     self._fill(event, came)
                     self._media.close(event.key)
                 case Preempted(key):
-                    # Released at once, so that the request that was short of blocks gets them when it asks again.
+                    # The blocks are released at once, so that the request that lacked blocks gets them when it asks
+                    # again.
                     self._kv.release(key)
                     self._media.pause(key)
                 case Sampled(key):
@@ -96,7 +99,7 @@ class Dispatcher:
 
     def _on_lease_lost(self, key: Key) -> None:
         if key not in self._streams:
-            return  # it is of an encoding, or of a request that the engine does not have; it is released later
+            return  # the lease is of an encoding, or of a request that is not in the engine; it is released later
         self.engine.remove(key)
         self._streams.put(key, lost(key))
 

@@ -1,4 +1,4 @@
-"""A worker's encoders: they compute encodings one at a time, between the engine's steps, and count what they do."""
+"""A worker's encoders: they compute encodings one at a time, between the engine's steps, and count them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ ENCODE_SECONDS = Family(
 ENCODE_WAITING = Family("encodings_waiting", "Work that waits for its turn at the encoders", "gauge")
 
 STILL_SECONDS = 10.0
-"""An encoder that has work and has not begun a piece of it for this many seconds stands still.
+"""An encoder that has work but has not begun a piece of it for this many seconds counts as stuck.
 
-The worker is silent from then on, and the gateway waits for `--stall-seconds` more.
+The worker then sends no signs of life, and the gateway waits for `--stall-seconds` more.
 """
 
 _DTYPES = {"uint8": torch.uint8, "float32": torch.float32}
@@ -49,7 +49,7 @@ class WorkerEncoder:
 
     Args:
         load: returns the encoders. It is called in a thread, before the first encoding.
-        launch: runs a job between the engine's steps; the next one is launched after the end of the one before.
+        launch: runs a job between the engine's steps. Each job is launched after the previous one has ended.
     """
 
     def __init__(self, load: Callable[[], Encoders], launch: Callable[[EncodeJob], None]) -> None:
@@ -58,7 +58,7 @@ class WorkerEncoder:
         self._encoders: Encoders | None = None
         self._turns = FairTurns()
         self._moved = 0.0
-        """When an encoding or a piece of it began, on time.monotonic()."""
+        """Time at which the latest encoding, or piece of one, began, on time.monotonic()."""
         self._loop = asyncio.get_running_loop()
         self._computed = self._found = self._bytes = 0
         self._queue_seconds = self._encode_seconds = 0.0
@@ -70,7 +70,7 @@ class WorkerEncoder:
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is work without progress. It may never end, so the worker must not say that it goes on.
+        """Whether there is work without progress. It may never end, so the worker must send no signs of life.
 
         Loading the encoders is progress, because it may take minutes from a slow disk.
         """

@@ -22,8 +22,9 @@ from paceline.services.worker.fair_turns import AbandonedError
 Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 
 ROOM_SECONDS = (3.0, 8.0)
-"""Shortest and longest time that work waits for free blocks. Requests that hold blocks and wait for others give up at
-different times, so that one of them goes on."""
+"""Shortest and longest time that work waits for free blocks, in seconds. Requests that hold blocks while they wait for
+more give up at different times, so that one of them can continue.
+"""
 POLL_SECONDS = (0.01, 0.05)
 """Shortest and longest pause before the next look for free blocks, in seconds."""
 
@@ -36,7 +37,8 @@ class _Obtained:
     times: EncodeTimes | None
     """The times of its computation; None if it was cached."""
     waited: float
-    """Seconds that work waited for the same encoding, for blocks, or for its turn at the encoder."""
+    """Seconds that the work waited: for the same encoding by another call, for blocks, or for its turn at the encoder.
+    """
 
 
 class EncodeHandler:
@@ -109,7 +111,7 @@ class EncodeHandler:
                 if held.is_complete:
                     self.encoder.note_found()
                     return _Obtained(held, None, time.monotonic() - began)
-                if media is None:  # it was evicted a moment ago
+                if media is None:  # the encoding was evicted a moment ago
                     self._encodings.release(held)
                     return None
                 await asyncio.to_thread(_check_digest, media, span)
@@ -125,7 +127,7 @@ class EncodeHandler:
     async def _reserve(
         self, work: common_pb2.Work, span: MediaSpan, only_cached: bool, abandoned: asyncio.Event
     ) -> HeldEncoding | None:
-        """Reserve blocks. If too few are free, wait a while for some. Raises BusyError.
+        """Reserve blocks. If too few are free, wait a while for more. Raises BusyError.
 
         If `only_cached`, return None for an encoding that is not cached, so that no block is evicted for a lookup.
         """

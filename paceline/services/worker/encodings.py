@@ -33,13 +33,13 @@ class HeldEncoding:
     slots: tuple[int, ...]
     """Slots of the arena, in order."""
     cached_blocks: int
-    """Number of blocks at the front that have their rows already."""
+    """Number of blocks at the front that already contain their rows."""
     names: Sequence[bytes]
     """Name of each block."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are there. Otherwise they have to be written and published."""
+        """Whether all rows are there. If not, they have to be written and published."""
         return self.cached_blocks == len(self.names)
 
 
@@ -50,8 +50,8 @@ class Encodings:
     the same encoding at the same time, each writes blocks of its own, and only those that were published first are
     cached afterwards.
 
-    If a lease ends early, its blocks stay as they are until the worker releases them, and what the worker has written
-    can still be published. So neither readers nor writers have to know.
+    If a lease ends early, its blocks stay unchanged until the worker releases them, and blocks that the worker has
+    written can still be published. So readers and writers need not know of the end.
 
     Args:
         layout: a layout with encodings.
@@ -118,7 +118,8 @@ class Encodings:
         return held
 
     async def is_cached(self, digest: bytes, length: int, cache_salt: str = "") -> bool:
-        """Return whether a complete encoding is cached on this host. If its disk tier has it, it is brought first.
+        """Return whether a complete encoding is cached on this host. If only the host's disk tier has it, it is first
+        read into the arena.
 
         Raises BusyError if there are not enough free blocks to bring it.
         """

@@ -14,7 +14,7 @@ RequestEvent = Sampled | Computed | Filled | Scored | Preempted
 """An event that the handler of a request gets."""
 
 ALIVE_SECONDS = 1.0
-"""Seconds between two events `alive` of a handler that has nothing else to report while the engine works."""
+"""Seconds between two `alive` events from a handler that has nothing else to report while the engine works."""
 
 
 class EventStream:

@@ -1,4 +1,4 @@
-"""A lock for which owners take turns, however many turns each of them waits for."""
+"""A lock that owners get in rotation, however many turns each of them waits for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FairTurns:
         self.is_taken = False
         """Whether somebody has the turn, or is about to get it."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Turns that each owner waits for. The first owner is served next."""
+        """The waiting turns of each owner. The first owner is served next."""
 
     @property
     def waiting(self) -> int:
@@ -62,7 +62,7 @@ class FairTurns:
             leaving.cancel()
 
     def _leave(self, owner: str, mine: asyncio.Future[None]) -> None:
-        """Give up a turn that came or that is waited for."""
+        """Give up a turn, whether it has come or is still awaited."""
         if mine.done():
             self._pass_on()
             return

@@ -24,7 +24,7 @@ from paceline.services.worker.leases import Reservation
 from paceline.services.worker.work_check import check_token
 
 _COMPILERS = 2
-"""Constraints that a worker compiles at a time."""
+"""Number of constraints that a worker compiles at the same time."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Intake:
     async def compiling(self, work: pb.Work) -> AsyncIterator[asyncio.Future[Grammar | None]]:
         """Compile the constraint of an output, if it has one, while the caller goes on.
 
-        The result is None if there is no constraint. To wait for it raises ConstraintError or ModelError.
+        The result is None if there is no constraint. Awaiting it may raise ConstraintError or ModelError.
         """
         loop = asyncio.get_running_loop()
         constraint = sampling_of(work).constraint
@@ -66,10 +66,10 @@ class Intake:
                 compiled.exception()  # otherwise asyncio logs an error that nobody has waited for
 
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
-        """Bring blocks of a context into this host's cache before blocks are reserved.
+        """Bring cached blocks of a context into this host's cache, before the request reserves its blocks.
 
-        The blocks come from the disk tier, or from another host that has them as far as the gateway knows. If they do
-        not come, the worker computes more.
+        The blocks come from the disk tier, or from another host that has them, to the gateway's knowledge. If they do
+        not come, the worker computes these tokens itself.
 
         Args:
             source: address of the other host's kvtransfer service; empty to ask only the disk.
@@ -101,10 +101,10 @@ class Intake:
         return await self._kv.reserve(key, links, token_count, reusable, work.priority, tails=tails)
 
     async def reserve_spare(self, work: pb.Work, reservation: Reservation) -> list[int]:
-        """Reserve blocks for copies at the place of the prompt that the gateway wants to be kept.
+        """Reserve blocks for copies at the place in the prompt whose state the gateway wants to keep.
 
         Returns one slot for each group. Returns nothing if the worker does not compute the tokens after this place, if
-        all blocks are full there, or if too few are free. Then nothing is kept.
+        all blocks are full there, or if too few are free. In these cases nothing is kept.
         """
         length = work.kept_tokens
         is_needed = self._layout.keeps_tails and length % self._layout.alignment > 0
@@ -113,7 +113,8 @@ class Intake:
         return await self._kv.reserve_spare(reservation.key)
 
     def give_back_tail(self, reservation: Reservation) -> None:
-        """Publish again the blocks that a reservation has taken over at a tail, because the worker has not begun.
+        """Publish again the blocks that a reservation has taken over at a tail, because the worker has not written to
+        them.
 
         If a prefill worker has opened the blocks meanwhile, kvtransfer refuses this.
         """

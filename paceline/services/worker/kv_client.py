@@ -108,7 +108,7 @@ class KVClient:
         return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), opened)
 
     def fill(self, key: Key, filled_tokens: int, context_hash: bytes, traceparent: str = "") -> asyncio.Future[None]:
-        """End writing, so that the worker that reserved the blocks gets them.
+        """End writing, so that the worker which reserved the blocks gets them.
 
         Args:
             context_hash: name of the filled tokens (`Context.name`).
@@ -117,7 +117,7 @@ class KVClient:
         Returns:
             A future that is done when the other worker can have the blocks.
         """
-        self._leases.release(key)  # before the fill: a renewal after it would be refused and taken for a loss
+        self._leases.release(key)  # before the fill: a later renewal would be refused and look like a loss
         self.release_spare(key)
         fill = pb.Fill(key=key_to_pb(key), filled_tokens=filled_tokens, context_hash=context_hash)
         filled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -128,7 +128,7 @@ class KVClient:
                 filled.set_result(None)
             except PacelineError as error:
                 if isinstance(error, UnavailableError):
-                    self.release(key)  # nobody here knows whether it was filled
+                    self.release(key)  # this worker does not know whether the lease was filled
                 filled.set_exception(error)
 
         self.session.sender.submit(pb.Operation(fill=fill, traceparent=traceparent)).add_done_callback(answer)
@@ -233,7 +233,8 @@ class KVClient:
     async def reserve_spare(self, key: Key) -> list[int]:
         """Reserve one block for each group, for copies of the blocks at a tail of a request; see `keep`.
 
-        They are given back with the request's own blocks. Returns their slots. Returns nothing if they cannot be had.
+        They are given back with the request's own blocks. Returns their slots. Returns an empty list if they are not
+        available.
         """
         spare = spare_key(key)
         try:
@@ -268,7 +269,7 @@ class KVClient:
         self._submit(pb.Operation(trim=trim), self._may_linger)
 
     def release(self, key: Key) -> None:
-        """End a lease, and that of its spare blocks. Releasing one that has ended is no error."""
+        """End a lease, and the lease of its spare blocks. Releasing a lease that has ended is no error."""
         self._leases.release(key)
         self._submit(pb.Operation(release=pb.Release(key=key_to_pb(key))))
         self.release_spare(key)
@@ -279,8 +280,9 @@ class KVClient:
             self.release(spare)
 
     async def leave(self, seconds: float) -> None:
-        """Say that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until other
-        hosts have copied what they may need. A failure costs them only time, so it is logged."""
+        """Announce that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until
+        other hosts have copied the hot prefixes. A failure costs them only time, so it is logged.
+        """
         call = self.session.stub.Leave(pb.LeaveRequest(session=self.session.id), timeout=max(seconds, 0.1))
         try:
             await self._answer(call)
@@ -303,7 +305,7 @@ class KVClient:
             try:
                 checked(done.result())
             except PacelineError as error:
-                # A step that was under way may still name a request that was cancelled.
+                # The operation may come from a step that was under way when its request was cancelled.
                 level = logging.DEBUG if isinstance(error, StaleError) else logging.WARNING
                 name = operation.WhichOneof("op") or ""
                 request_id = getattr(operation, name).key.request_id

@@ -28,7 +28,7 @@ class KVMemory:
     Args:
         pool: flat tensor of the cache's dtype; the arena if the worker has no pool of its own.
         copies: copies between the worker's own pool and the arena; None if it computes in the arena.
-        shared: the worker's own pool as other workers read it, if they can.
+        shared: the worker's own pool, for other workers to read; None if they cannot.
         peers: pools of other workers, if this worker can read them.
     """
 
@@ -106,7 +106,7 @@ def _check_room(size: int, device: torch.device) -> None:
 
 def _pin(arena: torch.Tensor) -> None:
     """Pin the arena, so that a GPU can copy from and to it while the CPU goes on. Raises ConfigError."""
-    # Never undone: the arena stays mapped for the life of the process.
+    # Pinning is never undone, because the arena stays mapped for the life of the process.
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = runtime.cudaHostRegister(arena.data_ptr(), arena.nbytes, 0)
     if int(code) != 0:

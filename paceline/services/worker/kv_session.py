@@ -31,10 +31,10 @@ from paceline.services.worker.batch_sender import BatchSender, HostConnection
 from paceline.services.worker.leases import Leases
 
 ATTACH_SECONDS = 60.0
-"""Time for a service to start, because it may start after its workers."""
+"""Time to wait for a service to start, in seconds, because it may start after its workers."""
 CALL_SECONDS = 5.0
 RETURN_SECONDS = 10.0
-"""Time for a service that was killed to be started again."""
+"""Time to wait until a killed service has been started again, in seconds."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
 
@@ -56,9 +56,9 @@ class MappedArena:
 class KVSession:
     """One worker's session, from `attach` to `close` or until `lost` is done. It renews the leases meanwhile.
 
-    If the session breaks because the service has ended, the worker does not end. A decode worker goes on in the blocks
-    that its engine has, which nobody else can get, and claims them from the service that is started again. All other
-    leases are lost. Operations wait and are sent again; it does no harm to carry one out twice.
+    If the session breaks because the service has ended, the worker does not end. A decode worker continues in the
+    blocks that its engine has, which nobody else can get, and claims them from the restarted service. All other leases
+    are lost. Operations wait and are sent again. Carrying one out twice does no harm.
 
     Args:
         address: address of the kvtransfer service of this worker's host.
@@ -106,7 +106,7 @@ class KVSession:
             async with asyncio.timeout(ATTACH_SECONDS):
                 call, event = await self._try_to_attach(self._attach_request(layout))
         except TimeoutError:
-            await is_serving(self._channel, timeout=CALL_SECONDS)  # raises the error if certificates are the reason
+            await is_serving(self._channel, timeout=CALL_SECONDS)  # raises if certificates are the reason
             raise UnavailableError(f"kvtransfer at {self.address} does not answer; is it running?") from None
         if not isinstance(event, pb.AttachEvent):
             raise UnavailableError(f"kvtransfer at {self.address} ended the session at once")
@@ -193,7 +193,7 @@ class KVSession:
             await asyncio.sleep(self._lease_seconds / 3)
             if keys := self._leases.keys():
                 renew = pb.Renew(keys=[key_to_pb(key) for key in keys])
-                # Nobody waits for the answer, because the next renewal is due before a lease ends.
+                # The answer is not awaited, because the next renewal is due before a lease ends.
                 self.sender.submit(pb.Operation(renew=renew)).add_done_callback(self._note_losses)
 
     def _note_losses(self, done: asyncio.Future[pb.Result]) -> None:
@@ -227,7 +227,7 @@ class KVSession:
         assert self._layout is not None
         self.sender.pause()
         self._disconnect()
-        await asyncio.sleep(0)  # lets answers that have arrived be handled first
+        await asyncio.sleep(0)  # so that answers that have arrived are handled first
         self._leases.lose_all(keep_used=self.role == "decode")
         claims = self._leases.claims(self._layout)
         try:

@@ -69,7 +69,7 @@ def checked(result: pb.Result) -> pb.Result:
     if result.code == pb.CODE_EXHAUSTED:
         raise BusyError(result.message)
     if result.code == pb.CODE_INVALID:
-        # Workers check what clients ask for, so this is a mistake in the worker or in kvtransfer.
+        # Workers check clients' input, so this is a bug in the worker or in kvtransfer.
         raise PacelineError(f"kvtransfer refused an operation: {result.message}")
     raise StaleError(result.message)
 
@@ -107,7 +107,7 @@ class _Blocks:
             pb.BlockTable(slots=table, hashes=[b"" if slot == NO_SLOT else self.names.get(slot, b"") for slot in table])
             for table in self.tables
         ]
-        # Any token count that needs as many blocks as the tables have will do.
+        # Any token count that needs exactly as many blocks as the tables have is correct.
         groups = layout.part(self.encoding).groups
         return pb.Claim(
             key=key_to_pb(key),
@@ -125,8 +125,8 @@ class Leases:
     A kvtransfer service that was started again knows no lease and no block. It learns them from `claims`.
 
     Args:
-        on_lost: called for a lease of KV that ended although this worker did not release it. Nobody is told of a lost
-            encoding, which stays as it is until its user has released it.
+        on_lost: called for a lease of KV that ended although this worker did not release it. It is not called for an
+            encoding, whose blocks stay unchanged until its user has released them.
     """
 
     def __init__(self, on_lost: Callable[[Key], None]) -> None:
@@ -152,7 +152,7 @@ class Leases:
         self._blocks[key] = blocks
 
     def adopt(self, key: Key, adoption: pb.Adoption) -> Reservation:
-        """Note that the reservation under `key` is filled and has another key from now on. Return its new state."""
+        """Note that the reservation under `key` was filled and now has another key. Return its new state."""
         adopted = self._newest[key[:2]] = key_from_pb(adoption.key)
         blocks = self._blocks[adopted] = self._blocks.pop(key)
         blocks.filled_tokens = adoption.filled_tokens
@@ -197,7 +197,7 @@ class Leases:
             self._on_lost(key)
 
     def lose_all(self, keep_used: bool) -> None:
-        """Note that the service has ended, and lose leases.
+        """Note that the service has ended, and drop leases.
 
         Args:
             keep_used: whether to keep the leases whose blocks the engine has, and claim them from the next service.
@@ -209,7 +209,7 @@ class Leases:
     def claims(self, layout: KVLayout) -> list[pb.Claim]:
         """Return one claim for each key whose blocks the engine has.
 
-        If its lease has ended, the claim only keeps others from the blocks until the engine has released them.
+        If a lease has ended, its claim only keeps others from the blocks until the engine has released them.
         """
         return [blocks.claim(key, layout, key in self) for key, blocks in self._blocks.items() if blocks.in_use]
 

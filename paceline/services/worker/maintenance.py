@@ -1,4 +1,4 @@
-"""The service through which operators and the planner ask something of a worker."""
+"""The service through which operators and the planner control a worker."""
 
 from __future__ import annotations
 

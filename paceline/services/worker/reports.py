@@ -1,4 +1,4 @@
-"""Reports of a worker about a request: statistics for people, which cost nothing per token."""
+"""A worker's reports about a request: statistics for people, which cost nothing per token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Reporter:
 
     def __init__(self) -> None:
         self.effort = RequestStats()
-        """Totals of decoding, which the engine counts. They go on over preemptions."""
+        """Totals of decoding, which the engine counts. They continue after a preemption."""
         self._preemptions = 0
         self._report = worker_pb2.Report()
         self._has_news = False
@@ -51,7 +51,7 @@ class Reporter:
         return self._has_news or time.monotonic() - self._told >= EFFORT_SECONDS
 
     def take(self, last: bool = False) -> worker_pb2.Report | None:
-        """Return what is to be reported, or None. The `last` report always has the totals."""
+        """Return the next report; None if there is nothing to report. The `last` report always has the totals."""
         now = time.monotonic()
         if last or (self.effort.steps and now - self._told >= EFFORT_SECONDS):
             effort, self._told = self.effort, now

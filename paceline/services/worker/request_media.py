@@ -42,7 +42,9 @@ class RequestMedia:
         self._salt = work.cache_salt
         self._spans = {span.digest: span for span in spans_from_pb(work.media)}
         self._complete = {digest for digest, span in self._spans.items() if span.end <= cached_tokens}
-        """Digests of encodings that were computed: the gateway has said so, or the KV of their spans was cached."""
+        """Digests of encodings that are computed, because the gateway has reported it or the KV of their spans was
+        cached.
+        """
         self._held: dict[bytes, HeldEncoding] = {}
         self._provide: Provide | None = None
         self._reads = True
@@ -51,7 +53,7 @@ class RequestMedia:
         """Whether the attempt has left the engine."""
 
     def attach(self, provide: Provide) -> None:
-        """Give the encodings that are here, and those that come later, to the engine."""
+        """Give the encodings that are here to the engine, and further ones as they come."""
         self._provide = provide
         for held in self._held.values():
             provide(held)
@@ -105,7 +107,7 @@ class RequestMedia:
     async def resume(self, computed_tokens: int) -> None:
         """Hold the complete encodings of spans that end after `computed_tokens`, for a request that was preempted.
 
-        The gateway will send the other ones (`ready`). Raises StaleError if one is not cached on this host any more.
+        The gateway announces the others by `ready`. Raises StaleError if one is no longer cached on this host.
         """
         self._reads = True
         for span in self._spans.values():
@@ -122,7 +124,7 @@ class RequestMedia:
     async def _fetch(self, span: MediaSpan, source: str) -> HeldEncoding:
         """Bring an encoding from another host and hold it. If it does not come, try again for a while.
 
-        A preemption does not end this, because the request needs the encoding when it goes on.
+        A preemption does not end this, because the request needs the encoding when it continues.
         """
         give_up = time.monotonic() + random.uniform(*ROOM_SECONDS)
         while True:

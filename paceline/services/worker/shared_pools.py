@@ -2,8 +2,8 @@
 
 A worker has a file beside the arena. It consists of the worker's blocks if it computes on a CPU, a `PoolDirectory`, and
 a page that describes the pool, on a GPU also how to map its memory. The file is locked while the worker lives. Reading
-changes no ownership: a reader wants blocks that it knows by name and that are in the arena, too. It takes a block from
-the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
+changes no ownership: a reader looks for blocks by name, and each of these blocks is also in the arena. It takes a block
+from the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.services.common.shared_memory import map_shared, take_huge_pages
 from paceline.services.worker.cuda_memory import device_name, export, map_exported
 
 LOOK_SECONDS = 1.0
-"""Shortest time between two looks for new pools."""
+"""Shortest time between two searches for new pools, in seconds."""
 
 LAUNCHED_MOVES = 128
 """Blocks that are copied together, while the next blocks are looked up."""
@@ -98,14 +98,14 @@ class SharedPool:
             page = len(told).to_bytes(_SIZE_BYTES, "little") + told
             file[-_PAGE:] = page.ljust(_PAGE, b"\0")
             # The file gets its name last, so that nobody finds it before it is complete and locked. Python follows the
-            # link in /proc only if a folder is given; any folder will do.
+            # link in /proc only if a folder is given, and any folder works.
             os.link(f"/proc/self/fd/{self._descriptor}", self.path, src_dir_fd=self._descriptor)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Let nobody begin to read from now on. Closing twice is no error."""
+        """Prevent new reads from now on. Closing twice is no error."""
         if self._descriptor >= 0:
             self.path.unlink(missing_ok=True)
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # the mapping keeps the file open, and with it the lock
@@ -160,17 +160,19 @@ class SharedPools:
         return moves if pool.ended() else left
 
     def drop_ended(self) -> None:
-        """Find new pools and unmap ended ones, whose memory stays allocated until then. Looks once in LOOK_SECONDS."""
+        """Find new pools, and unmap ended ones, whose memory stays allocated until then. Does so at most once in
+        LOOK_SECONDS.
+        """
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
         own = self._own.path
         for path, pool in self._known.items():
             if pool is not None and pool.ended():
-                path.unlink(missing_ok=True)  # a killed process could not do so
+                path.unlink(missing_ok=True)  # a killed process could not remove its file
         there = set(own.parent.glob(f"{own.stem.rpartition('-')[0]}-*.pool")) - {own}
         for path in there - self._known.keys():
-            with contextlib.suppress(FileNotFoundError):  # the file is gone again
+            with contextlib.suppress(FileNotFoundError):  # the file was removed meanwhile
                 self._known[path] = self._open(path)
         for path in self._known.keys() - there:
             self._drop(path)

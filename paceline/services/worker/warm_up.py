@@ -16,7 +16,7 @@ from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.worker.worker import Worker
 
 _PROMPT = [0] * 8
-"""With its output it is shorter than a block. So nothing is sealed, and nobody finds it in the cache."""
+"""With its output, the prompt is shorter than a block. So nothing is sealed, and nobody finds it in the cache."""
 _TOKENS = 3
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ async def warm_up(worker: Worker) -> bool:
 
 
 def _compute(worker: Worker, request: Request) -> None:
-    # A scheduler of its own, so that these steps do not count in the figures by which the engine plans.
+    # A separate scheduler, so that these steps do not count in the figures by which the engine plans.
     scheduler = Scheduler(worker.engine_limits, pool=worker.memory.compute_pool())
     scheduler.add(request)
     while (step := scheduler.plan()) is not None:

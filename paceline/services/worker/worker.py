@@ -148,7 +148,7 @@ class Worker:
         return self.limits.max_model_len
 
     def load(self) -> LoadReport:
-        """Return how much work the worker has. The gateway places requests by it."""
+        """Return the worker's load, by which the gateway places requests."""
         return LoadReport(
             running=self.admission.active - self.admission.waiting,
             waiting=self.admission.waiting,
@@ -157,7 +157,7 @@ class Worker:
         )
 
     def work(self) -> WorkReport:
-        """Return what the planner needs to know."""
+        """Return the report for the planner."""
         counts = self._pool.counts()
         return WorkReport(
             kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,
@@ -182,13 +182,15 @@ class Worker:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the engine is idle or its step began less than ALIVE_SECONDS ago. Then requests just wait."""
+        """Whether the engine is idle or its step began less than ALIVE_SECONDS ago, so that silent requests are only
+        waiting.
+        """
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
         """Count work while a `with` statement runs. See `WorkerAdmission`.
 
-        Encodings take no place: requests that have all places wait for them.
+        Encodings take no place, because requests that occupy all places may wait for them.
 
         Args:
             role: the role that the worker needs for this work; None if either role will do.
@@ -201,7 +203,9 @@ class Worker:
         return self.admission.admit(work.background)
 
     async def load_for(self, role: Role) -> None:
-        """Load what requests need in this role. In other roles, the first request that needs it has it loaded."""
+        """Load the encoders if requests need them in this role. In other roles, the first request that needs them loads
+        them.
+        """
         if role == "prefill" and self.encoding is not None:
             await self.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
 
@@ -253,7 +257,7 @@ class Worker:
                 self.engine.provide(request.key, index, held.slots)
 
     def retire(self, key: Key) -> None:
-        """Stop a request in any state. Its blocks are released as soon as no step can write to them any more."""
+        """Stop a request in any state. Its blocks are released as soon as no step can write to them."""
         self.forget(key)
         self.engine.remove(key)
 
@@ -274,7 +278,7 @@ class Worker:
 
     @property
     def requests(self) -> int:
-        """Number of requests whose events a handler waits for."""
+        """Number of requests for whose events a handler is waiting."""
         return len(self._streams)
 
     @property

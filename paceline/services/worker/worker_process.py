@@ -63,10 +63,10 @@ class AnyWorker(Protocol):
         """Tokens of the longest context."""
 
     def load(self) -> LoadReport:
-        """Return how much work the worker has."""
+        """Return the worker's load."""
 
     def work(self) -> WorkReport:
-        """Return what the planner needs to know, but for the times of the process."""
+        """Return the report for the planner, without the times of the process."""
 
     def samples(self) -> Iterable[Sample]:
         """Return the worker's metrics."""
@@ -104,7 +104,7 @@ class WorkerProcess(Generic[W]):
         self.socket = ""
         """Path of the Unix socket for gateways on this host; empty if the service has none."""
         self.numerics: Numerics | None = None
-        """None until the options are resolved."""
+        """The worker's numerics; None until the options are resolved."""
         # A link to the folder may lead to another model when a file is read later.
         folder = Path(config.model).resolve()
         self._config = config.model_copy(update={"model": str(folder)})
@@ -183,7 +183,7 @@ class WorkerProcess(Generic[W]):
         """Take no new work. Finish running requests, or let gateways move them, for at most `seconds`.
 
         The last worker of a host also waits until other hosts have copied the hot prefixes of its host. Requests that
-        still run after that time are ended. Raises UnavailableError if the engine failed.
+        still run after `seconds` are ended. Raises UnavailableError if the engine failed.
         """
         admission = self.worker.admission
         admission.begin_drain()
@@ -196,7 +196,7 @@ class WorkerProcess(Generic[W]):
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
     async def _empty(self, seconds: float) -> None:
-        """Wait up to `seconds` until nothing runs, and until other hosts have what they may need of this one."""
+        """Wait up to `seconds` until nothing runs and other hosts have copied this host's hot prefixes."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.worker.admission.drain(seconds))
             group.create_task(self._kv.leave(seconds))
@@ -212,7 +212,7 @@ class WorkerProcess(Generic[W]):
             self.worker.failed.result()
 
     async def _tell_role_change(self, ready: bool) -> None:
-        """Tell the cluster that the worker drains to change its role, or serves in its new one."""
+        """Tell the cluster that the worker drains to change its role, or serves in its new role."""
         self._state_since = time.monotonic()
         self._registrar.announce()
         await self._server.set_ready(ready)

@@ -39,7 +39,7 @@ class WorkerRole:
     Args:
         name: the role at the start.
         drain_seconds: the longest time that requests may take to move or end before a change.
-        tell: called with False after the worker has begun to drain for a change, and with True after the change.
+        tell: called with False when the worker has begun to drain for a change, and with True after the change.
     """
 
     def __init__(self, name: Role, drain_seconds: float, tell: Callable[[bool], Awaitable[None]]) -> None:
@@ -55,7 +55,7 @@ class WorkerRole:
         self._changing: asyncio.Task[None] | None = None
 
     def check(self, epoch: int, role: Role | None = None) -> None:
-        """Refuse work that is not for this worker in its present role. Raises DrainingError.
+        """Refuse work that was not meant for this worker in its present role. Raises DrainingError.
 
         Args:
             epoch: epoch of the member to which the work was sent; 0 if the sender does not say.
@@ -95,7 +95,7 @@ class WorkerRole:
         if wanted == self.name:
             return self.epoch
         self._next = wanted, max(time.time_ns(), self.epoch + 1)
-        worker.admission.begin_drain()  # at once, so that nothing comes between the decision and the fence
+        worker.admission.begin_drain()  # at once, so that nothing happens between the decision and the fence
         self._changing = asyncio.create_task(self._change(worker, *self._next), name="change of role")
         return self._next[1]
 
@@ -116,7 +116,7 @@ class WorkerRole:
             self.name, self.epoch = role, epoch
             worker.admission.reopen()
             await self._tell(True)
-            self._next = None  # not before: the next change must not tell of its drain while this one tells of its end
+            self._next = None  # later: the next change must not report a drain while this one reports its end
             log.info("serves as %s", role)
         except Exception as error:
             # The worker is fenced and its requests are gone. A new process is the simplest way back to a clean state.

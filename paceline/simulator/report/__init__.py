@@ -23,7 +23,8 @@ def render(report: SimulationReport) -> str:
     """Return the page. If the chart library is not installed, it has tables and no charts."""
     charts = {name: content.decode() for name, content in chart_files()}
     modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
-    # "</script" would end the script in which the data is, and "<!--" would hide its end. In JSON, "<" may be escaped.
+    # "</script" would end the script that contains the data, and "<!--" would hide its end. In JSON, "<" may be
+    # escaped.
     data = report.to_json().replace("<", "\\u003c")
     parts = {
         "title": html.escape(report.simulations[0].name),

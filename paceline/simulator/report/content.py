@@ -29,7 +29,7 @@ class ShownClass(_Value):
     refused: int = 0
     """Requests that found no room in time, or whose attempts all failed."""
     refusals: dict[str, int] = Field(default_factory=dict)
-    """The same by reason, such as timeout or overload."""
+    """Number of refused requests by reason, such as timeout or overload."""
     ttft: ReportPercentiles = ReportPercentiles()
     """Time from the arrival to the first token."""
     itl: ReportPercentiles = ReportPercentiles()
@@ -54,7 +54,7 @@ class ReportSeries(_Value):
     at: tuple[float, ...] = ()
     """Instants from the begin of the trace, in order: the ends of equal intervals."""
     values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
-    """By the names that report.js draws, one value for each instant. Any name may be missing.
+    """Values by the names that report.js draws, one for each instant. Any name may be missing.
 
     arrivals: per second. waiting, running: requests. prefill, decode: ready workers. changing: workers that start or
     drain. devices: in use. cost: of an hour. within: share of the requests that met their objectives. hit_rate: share
@@ -70,7 +70,7 @@ class ReportSeries(_Value):
 
 
 class ShownDecision(_Value):
-    """A decision of the planner that changed the fleet, and what came of it."""
+    """A decision of the planner that changed the fleet, and its effect."""
 
     at: float
     line: str
@@ -91,11 +91,11 @@ class ShownSimulation(_Value):
     profile: str
     """Machine and model of the profile."""
     fleet: str
-    """The fleet at the begin, and how it was scaled."""
+    """The fleet at the beginning, and the way in which it was scaled."""
     seconds: float
     """Simulated time."""
     classes: dict[str, ShownClass]
-    """By name of the class; "" is all requests together."""
+    """Results by the name of the class; "" stands for all requests together."""
     device_seconds: float = 0.0
     cost: float = 0.0
     """Price of all devices, in the currency of the profile."""
@@ -112,7 +112,7 @@ class SimulationReport(_Value):
     """Simulations of one load that are compared with each other."""
 
     simulations: tuple[ShownSimulation, ...] = Field(min_length=1)
-    """The simulations: first the one that was asked for, then its alternatives."""
+    """The simulations: first the requested one, then its alternatives."""
     notes: tuple[str, ...] = ()
     """Sentences about the results of the comparison."""
 

@@ -19,14 +19,14 @@ from paceline.simulator.result import Percentiles as Times
 from paceline.simulator.scenario import Scenario
 
 ALL = ""
-"""Name of all requests together, as the report has it."""
+"""Name that the report uses for all requests together."""
 
 
 def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Sequence[str] = ()) -> ShownSimulation:
-    """Return what the report shows of a simulation.
+    """Return the part of the report about one simulation.
 
     Args:
-        name: what was simulated, in a few words.
+        name: name of the simulated fleet, in a few words.
         load: the trace or the described load, in words.
         notes: conclusions in sentences.
     """
@@ -130,7 +130,7 @@ def _levels(levels: Sequence[Level]) -> ReportSeries:
 
 
 def _minutes(result: Result) -> ReportSeries:
-    """Return what became of the requests that arrived in each minute. Percentiles are those of the slowest class."""
+    """Return the results of the requests that arrived in each minute. Percentiles are those of the slowest class."""
     by_minute: dict[int, list[MinuteResult]] = {}
     for own in result.classes.values():
         for each in own.minutes:
@@ -161,7 +161,9 @@ def _decision(decision: Decision, result: Result) -> ShownDecision:
 
 
 def effect_of(decision: Decision, result: Result) -> str:
-    """Return what came of a decision, in words: how long it took, and the share of good requests before and after."""
+    """Return the effect of a decision, in words: the time that it took, and the share of good requests before and
+    after.
+    """
     effects = dict.fromkeys(_effect(action, decision, result.levels) for action in decision.actions)
     return "; ".join([*filter(None, effects), *_change(decision.at, result)])
 
@@ -176,7 +178,7 @@ def _action(action: Action) -> str:
 
 
 def _effect(action: Action, decision: Decision, levels: Sequence[Level]) -> str:
-    """Return how long an action took; "" if it was not complete at the end."""
+    """Return a text with the time that an action took; "" if it was not complete at the end."""
     match action:
         case Hold():
             return ""

@@ -36,7 +36,7 @@ def sort_pairs(
         pair = first + tl.arange(0, BLOCK)
         counts += tl.histogram(tl.load(ids + pair, pair < pairs, EXPERTS).to(tl.int32), BINS)
     place = tl.sum(tl.where(bins < expert, counts, 0), 0)
-    tl.store(starts + expert, place)  # the expert before writes the same number
+    tl.store(starts + expert, place)  # the program of the expert before it writes the same number
     tl.store(starts + expert + 1, place + tl.sum(tl.where(bins == expert, counts, 0), 0))
     tl.store(tile_ends + expert, tl.sum(tl.where(bins <= expert, (counts + ROWS - 1) // ROWS, 0), 0))
     for first in range(0, pairs, BLOCK):

@@ -1,8 +1,9 @@
 """Kernels in which tokens do not depend on each other. All compute in fp32.
 
-A fused kernel gives the same bits as the kernels that it replaces. So both call the same functions, take a sum over the
-same vector with the same number of warps, and round intermediate values as if they had been stored. The launch disables
-the fusion of multiply and add, because the compiler chooses it differently for each kernel.
+A fused kernel gives the same bits as the kernels that it replaces. So the fused kernel and these call the same
+functions, take a sum over the same vector with the same number of warps, and round intermediate values as if they had
+been stored. The launch disables the fusion of multiply and add, because the compiler chooses it differently for each
+kernel.
 """
 
 from __future__ import annotations
