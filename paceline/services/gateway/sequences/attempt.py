@@ -81,7 +81,7 @@ class Attempt:
         placement: the workers, and the host from which the computing worker first brings over a prefix.
         seconds: the longest time that the calls may take.
         stall_seconds: the longest silence before a worker counts as failed, in seconds.
-        record: a trace that takes the workers' reports.
+        attempt_trace: a trace that takes the workers' reports.
         media: the encoder's inputs, if the context has spans of media.
     """
 
@@ -93,7 +93,7 @@ class Attempt:
         *,
         seconds: float,
         stall_seconds: float,
-        record: AttemptTrace | None = None,
+        attempt_trace: AttemptTrace | None = None,
         media: AttemptMedia | None = None,
     ) -> None:
         assert placement.decode is not None
@@ -101,8 +101,8 @@ class Attempt:
         prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
         self.decode = decode
         self.prefill = prefill
-        self.record = record or AttemptTrace()
-        self.record.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
+        self.attempt_trace = attempt_trace or AttemptTrace()
+        self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
@@ -117,7 +117,7 @@ class Attempt:
         self._encoding: EncodeCalls | None = None
         if media is not None:
             patience = {"seconds": seconds, "stall_seconds": stall_seconds}
-            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._encoding = EncodeCalls(fleet, media, work, **patience, attempt_trace=self.attempt_trace)
             self._resources.callback(self._encoding.close)
         self._prefill_call: WorkerCall | None = None
         """The call to the prefill worker; None before `admit` starts it and after the handoff."""
@@ -140,7 +140,7 @@ class Attempt:
         admitted = await answer(asking, self.decode)
         if admitted.cached_tokens < self._least_cached_tokens:
             raise NotCachedError(self.decode, admitted.cached_tokens)
-        self.record.reserve(admitted)
+        self.attempt_trace.reserve(admitted)
         self._note_prefix(self.decode, admitted.prefix_failed)
         if self.prefill is None:
             await self._decode_call.tell(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
@@ -163,7 +163,7 @@ class Attempt:
         event = await answer(self._read_prefill(self._prefill_call, ADMIT_SECONDS), worker)
         if not event.HasField("opened"):
             raise out_of_turn(worker)
-        self.record.cached_tokens = event.opened.cached_tokens
+        self.attempt_trace.cached_tokens = event.opened.cached_tokens
         self._note_prefix(worker, event.opened.prefix_failed)
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
@@ -231,7 +231,7 @@ class Attempt:
                 self._first = event.first_token
                 return Generated([token_from_pb(event.first_token.token)])
             case "filled" if self._first is not None:
-                self.record.filled = time.monotonic()
+                self.attempt_trace.filled = time.monotonic()
                 self._prefill_work.close()
                 handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
                 await self._decode_call.tell(worker_pb2.DecodeCommand(handoff=handoff))
@@ -244,7 +244,7 @@ class Attempt:
         if isinstance(event, list):
             return Generated(event)
         if event.HasField("report"):
-            self.record.take(event.report, self.decode.member.worker_id)
+            self.attempt_trace.take(event.report, self.decode.member.worker_id)
         match event.WhichOneof("event"):
             case "tokens" if event.tokens.tokens:
                 return Generated([token_from_pb(token) for token in event.tokens.tokens])
@@ -269,7 +269,7 @@ class Attempt:
                 raise await self._decode_call.error() from None
             raise
         if event.HasField("report"):
-            self.record.take(event.report, call.worker.member.worker_id)
+            self.attempt_trace.take(event.report, call.worker.member.worker_id)
         return event
 
     @property

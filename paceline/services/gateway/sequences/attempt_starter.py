@@ -21,6 +21,7 @@ from paceline.services.gateway.sequences.homes import Homes
 from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
 from paceline.services.gateway.sequences.load_control import FULL, PREMATURE
 from paceline.services.gateway.sequences.patience import Patience
+from paceline.services.gateway.sequences.progress import NobodyFound
 from paceline.services.gateway.sequences.running import RunningAttempts
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
@@ -73,7 +74,7 @@ class AttemptStarter:
             UnavailableError: no worker fits the sequence, the sequence is given up, or the gateway ends.
         """
         begun = time.thread_time()
-        record = sequence.trace.tries[-1]
+        attempt_trace = sequence.trace.tries[-1]
         cached = self.cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
         full = frozenset() if _was_admitted(sequence) else self._control.full_workers()
@@ -81,7 +82,7 @@ class AttemptStarter:
         while True:
             self._patience.check(sequence)
             snapshot = self._fleet.snapshot()
-            need = self._need(sequence, record, cached, refused | full)
+            need = self._need(sequence, attempt_trace, cached, refused | full)
             placement = self._place(sequence, need, snapshot)
             self._observe_search(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
@@ -91,30 +92,29 @@ class AttemptStarter:
                 known = list(snapshot)
                 own = [candidate for candidate in known if need.may_go_on_with(candidate.member.weights)]
                 is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
-                sequence.is_left_behind = bool(known) and not own
-                self._note_wait(sequence, record, held, is_busy)
+                self._note_wait(sequence, attempt_trace, held, is_busy, is_left_behind=bool(known) and not own)
                 return HELD if held == PREMATURE else None
-            attempt = self._new_attempt(sequence, placement, record, deadline)
+            attempt = self._new_attempt(sequence, placement, attempt_trace, deadline)
             try:
                 await attempt.admit()
-                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
+                self._homes.put(sequence.plan.owner, sequence.plan.cache_key, placement.computing.host_id)
                 return attempt
             except NotCachedError as error:
                 self._attempts.discard(attempt)
-                record.asked = None
+                attempt_trace.asked = None
                 cached = {**cached, error.worker.member.host_id: error.cached_tokens}
             except WorkerBusyError as error:
                 self._attempts.discard(attempt)
-                record.wait_for(str(error))
+                attempt_trace.wait_for(str(error))
                 is_busy = True
                 refused |= {error.worker.member.worker_id}
             except WorkerFailedError as error:
                 self._attempts.discard(attempt)
-                record.end("failed", str(error))
+                attempt_trace.end("failed", str(error))
                 # An unreachable worker has begun nothing. However often it restarts or drains, this does not count
                 # against the sequence.
-                self._patience.note(error, sequence, record, begun=not error.unreachable)
-                record = sequence.trace.begin_attempt(record.ahead)
+                self._patience.note(error, sequence, attempt_trace, begun=not error.unreachable)
+                attempt_trace = sequence.trace.begin_attempt(attempt_trace.ahead)
                 refused |= {error.worker.member.worker_id}
             except BaseException:
                 self._attempts.discard(attempt)
@@ -129,38 +129,39 @@ class AttemptStarter:
 
     def note_prompt(self, sequence: SequenceRun) -> None:
         """Note that the first token of a sequence has come, so that the last blocks of its prompt may be cached."""
-        self._prefixes.note_end(sequence.context, sequence.kept_tokens)
+        self._prefixes.note_end(sequence.context, sequence.plan.kept_tokens(sequence.prompt))
 
     def note_end(self, sequence: SequenceRun) -> None:
         """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
         # Nobody computes the KV of the last token.
-        for length in (len(sequence.prompt_ids), len(sequence.context) - 1):
+        for length in (len(sequence.prompt.token_ids), len(sequence.context) - 1):
             self._prefixes.note_end(sequence.context, length)
 
     def fits(self, sequence: SequenceRun) -> bool:
         """Return whether the context length of a known worker is enough for a sequence."""
-        return self._fleet.max_model_len(KINDS[sequence.kind].decodes) >= sequence.context_tokens
+        return self._fleet.max_model_len(KINDS[sequence.plan.kind].decodes) >= sequence.prompt.context_tokens
 
     def _need(
-        self, sequence: SequenceRun, record: AttemptTrace, cached: Mapping[str, int], refused: frozenset[str]
+        self, sequence: SequenceRun, attempt_trace: AttemptTrace, cached: Mapping[str, int], refused: frozenset[str]
     ) -> Need:
+        plan, prompt = sequence.plan, sequence.prompt
         return Need(
-            sequence.context_tokens,
+            prompt.context_tokens,
             prompt_tokens=len(sequence.context.token_ids),
             cached=cached,
             layouts=self._prefixes.layouts(),
             refused=refused,
-            failed=sequence.failed,
-            computed_with=record.computed_with,
-            decoded_with=record.decoded_with,
-            weights=record.weights,
+            failed=sequence.progress.failed,
+            computed_with=attempt_trace.computed_with,
+            decoded_with=attempt_trace.decoded_with,
+            weights=attempt_trace.weights,
             cut=self._fleet.failed_links(),
-            home=self._homes.get(sequence.owner, sequence.cache_key),
-            local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
+            home=self._homes.get(plan.owner, plan.cache_key),
+            local_tokens=0 if sequence.needs_scores or prompt.media else self._config.local_prefill_tokens,
         )
 
     def _place(self, sequence: SequenceRun, need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-        kind = KINDS[sequence.kind]
+        kind = KINDS[sequence.plan.kind]
         if self._config.router_mode == "round-robin":
             return kind.place_in_turn(need, snapshot, next(self._turns))
         return kind.place(need, snapshot)
@@ -168,15 +169,19 @@ class AttemptStarter:
     def _is_premature(
         self, sequence: SequenceRun, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float
     ) -> bool:
-        if _was_admitted(sequence) or sequence.background:  # the background has a pace of its own
+        if _was_admitted(sequence) or sequence.plan.background:  # the background has a pace of its own
             return False
         return self._control.is_premature(need, placement, snapshot, waited)
 
-    def _note_wait(self, sequence: SequenceRun, record: AttemptTrace, held: str, is_busy: bool) -> None:
+    def _note_wait(
+        self, sequence: SequenceRun, attempt_trace: AttemptTrace, held: str, is_busy: bool, is_left_behind: bool
+    ) -> None:
         """Record why there is no placement.
 
         Args:
             held: why the sequence is not sent to a worker that has room; "" if there is none.
+            is_busy: whether a worker might have room later.
+            is_left_behind: whether there are workers, but none with the weights that began the answer.
             is_busy: whether a worker might have room later.
 
         Raises:
@@ -184,15 +189,16 @@ class AttemptStarter:
         """
         if not _was_admitted(sequence) and not self.fits(sequence):
             raise NoWorkerError
-        sequence.unreachable_since = None if is_busy else sequence.unreachable_since or time.monotonic()
-        fits = "has the weights that began the answer" if sequence.is_left_behind else "that can be reached fits"
-        record.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
+        sequence.advance(NobodyFound(time.monotonic(), is_busy, is_left_behind))
+        fits = "has the weights that began the answer" if is_left_behind else "that can be reached fits"
+        attempt_trace.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
 
     def _new_attempt(
-        self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float
+        self, sequence: SequenceRun, placement: Placement, attempt_trace: AttemptTrace, deadline: float
     ) -> AnyAttempt:
-        by = self._control.first_token_by(sequence.request_class, sequence.trace.arrived, sequence.ttft_seconds)
-        attempt = KINDS[sequence.kind].attempt(
+        plan = sequence.plan
+        by = self._control.first_token_by(plan.request_class, sequence.trace.arrived, plan.ttft_seconds)
+        attempt = KINDS[plan.kind].attempt(
             self._fleet,
             placement,
             sequence.work(
@@ -202,17 +208,17 @@ class AttemptStarter:
             ),
             seconds=max(deadline - time.monotonic(), 0.1),
             stall_seconds=self._config.stall_seconds,
-            record=record,
+            attempt_trace=attempt_trace,
             media=self._media(sequence),
         )
         self._attempts.add(attempt, sequence)
         return attempt
 
     def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
-        if not sequence.media:
+        if not (prompt := sequence.prompt).media:
             return None
-        inputs = {span.digest: own for span, own in zip(sequence.media, sequence.media_inputs, strict=True)}
-        return AttemptMedia(inputs, self.encodings, sequence.failed)
+        inputs = {span.digest: own for span, own in zip(prompt.media, prompt.inputs, strict=True)}
+        return AttemptMedia(inputs, self.encodings, sequence.progress.failed)
 
 
 def _was_admitted(sequence: SequenceRun) -> bool:

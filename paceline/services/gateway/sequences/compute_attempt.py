@@ -36,14 +36,14 @@ class ComputeAttempt:
         *,
         seconds: float,
         stall_seconds: float,
-        record: AttemptTrace | None = None,
+        attempt_trace: AttemptTrace | None = None,
         media: AttemptMedia | None = None,
     ) -> None:
         member = placement.computing
         self._worker = fleet.worker(member.worker_id)
         self.decode = None if placement.decode is None else self._worker
-        self.record = record or AttemptTrace()
-        self.record.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
+        self.attempt_trace = attempt_trace or AttemptTrace()
+        self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
         self._stall_seconds = stall_seconds
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(fleet.call(self._worker, len(work.token_ids)))
@@ -54,7 +54,7 @@ class ComputeAttempt:
         self._encoding: EncodeCalls | None = None
         if media is not None:
             patience = {"seconds": seconds, "stall_seconds": stall_seconds}
-            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._encoding = EncodeCalls(fleet, media, work, **patience, attempt_trace=self.attempt_trace)
             self._resources.callback(self._encoding.close)
 
     async def admit(self) -> None:
@@ -62,7 +62,7 @@ class ComputeAttempt:
         event = await answer(self._read(ADMIT_SECONDS), self._worker)
         if not event.HasField("opened"):
             raise out_of_turn(self._worker)
-        self.record.cached_tokens = event.opened.cached_tokens
+        self.attempt_trace.cached_tokens = event.opened.cached_tokens
         if self._encoding is not None:
             self._encoding.start(self._worker, event.opened.cached_tokens, lambda _: self._call.cancel())
 
@@ -96,5 +96,5 @@ class ComputeAttempt:
                 raise self._encoding.error from None  # it has cancelled this call
             raise
         if event.HasField("report"):
-            self.record.take(event.report, self._worker.member.worker_id)
+            self.attempt_trace.take(event.report, self._worker.member.worker_id)
         return event

@@ -84,12 +84,12 @@ class RunningAttempts:
         )
         for attempt, sequence, member in draining[:room]:
             need = Need(
-                sequence.context_tokens,
+                sequence.prompt.context_tokens,
                 len(sequence.context.token_ids),
                 decoded_with=member.numerics,
                 weights=member.weights,
             )
-            place = KINDS[sequence.kind].place(need, snapshot)
+            place = KINDS[sequence.plan.kind].place(need, snapshot)
             decode = None if place is None else place.decode
             if decode is not None and not may_differ(member.numerics, decode.numerics):
                 attempt.leave()
