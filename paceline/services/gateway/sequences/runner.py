@@ -85,7 +85,6 @@ class SequenceRunner:
         self.starter = AttemptStarter(
             config, fleet, prefixes, self._load.control, self._patience, self._attempts, observe_search
         )
-        fleet.on_refresh = self._follow_fleet
 
     @property
     def client_sequences(self) -> int:
@@ -185,7 +184,8 @@ class SequenceRunner:
         if isinstance(event, HandedOver):
             self.queue.wake()
 
-    def _follow_fleet(self) -> None:
+    def follow_fleet(self) -> None:
+        """Notice what has changed in the fleet, after each refresh of it."""
         self._load.control.keep(self._fleet.worker_ids())
         self._attempts.leave_draining_workers(self._fleet)
 
