@@ -10,6 +10,7 @@ is a failure. When one call fails, the other one is cancelled at once.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable
@@ -74,8 +75,8 @@ class NotCachedError(PacelineError):
         self.cached_tokens = cached_tokens
 
 
-class Attempt:
-    """One attempt. `admit` begins it, `run` follows; `close` must always be called.
+class AnyAttempt(abc.ABC):
+    """One attempt at work of any kind. `admit` begins it, `run` follows; `close` must always be called.
 
     Args:
         placement: the workers, and the host from which the computing worker first brings over a prefix.
@@ -84,6 +85,9 @@ class Attempt:
         attempt_trace: a trace that takes the workers' reports.
         media: the encoder's inputs, if the context has spans of media.
     """
+
+    decode: RemoteWorker | None
+    """The decode worker; None if there is none."""
 
     def __init__(
         self,
@@ -96,29 +100,63 @@ class Attempt:
         attempt_trace: AttemptTrace | None = None,
         media: AttemptMedia | None = None,
     ) -> None:
-        assert placement.decode is not None
-        decode = fleet.worker(placement.decode.worker_id)
-        prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
-        self.decode = decode
-        self.prefill = prefill
         self.attempt_trace = attempt_trace or AttemptTrace()
         self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
         self._fleet = fleet
-        self._source = fleet.host(placement.source)
-        self._least_cached_tokens = placement.least_cached_tokens
         self._resources = contextlib.ExitStack()
-        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
-        """Open until the prefill worker is done with the request; then the worker has room for another one."""
-        self._decode_call = DecodeCall(decode, self._link, stall_seconds)
-        self._resources.callback(self._decode_call.close)
         self._encoding: EncodeCalls | None = None
         if media is not None:
             patience = {"seconds": seconds, "stall_seconds": stall_seconds}
             self._encoding = EncodeCalls(fleet, media, work, **patience, attempt_trace=self.attempt_trace)
             self._resources.callback(self._encoding.close)
+        self._prepare(placement)
+
+    @abc.abstractmethod
+    def _prepare(self, placement: Placement) -> None:
+        """Count the calls to the workers of a placement, until `close`."""
+
+    @abc.abstractmethod
+    async def admit(self) -> None:
+        """Wait until workers have accepted the work.
+
+        Raises:
+            WorkerBusyError: a worker has no room.
+            WorkerFailedError: a worker failed.
+            InvalidRequestError: a worker can never serve this request.
+        """
+
+    @abc.abstractmethod
+    async def run(self, take: Callable[[Event], object]) -> None:
+        """Give events to `take`, Ended last. Raises the errors of `admit`, and the errors of `take`."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Make `run` raise WorkerDrainingError soon, if the work should go on elsewhere because a worker drains."""
+
+    def close(self) -> None:
+        """End all calls that still run."""
+        self._resources.close()
+
+
+class Attempt(AnyAttempt):
+    """One attempt to generate."""
+
+    decode: RemoteWorker
+
+    def _prepare(self, placement: Placement) -> None:
+        assert placement.decode is not None
+        fleet, work = self._fleet, self._work
+        self.decode = decode = fleet.worker(placement.decode.worker_id)
+        self.prefill = prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
+        self._source = fleet.host(placement.source)
+        self._least_cached_tokens = placement.least_cached_tokens
+        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
+        """Open until the prefill worker is done with the request; then the worker has room for another one."""
+        self._decode_call = DecodeCall(decode, self._link, self._stall_seconds)
+        self._resources.callback(self._decode_call.close)
         self._prefill_call: WorkerCall | None = None
         """The call to the prefill worker; None before `admit` starts it and after the handoff."""
         self._first: worker_pb2.FirstToken | None = None
@@ -130,11 +168,8 @@ class Attempt:
     async def admit(self) -> None:
         """Reserve room on the decode worker, and start the prefill.
 
-        Raises:
-            WorkerBusyError: a worker has no room.
-            WorkerFailedError: a worker failed.
-            InvalidRequestError: a worker can never serve this request.
-            NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the prompt.
+        Also raises NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the
+        prompt.
         """
         asking = self._decode_call.admit(self._work_for(self.decode, computes=self._link is None), self._seconds)
         admitted = await answer(asking, self.decode)
@@ -212,10 +247,6 @@ class Attempt:
     def leave(self) -> None:
         """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""
         self._decode_call.leave()
-
-    def close(self) -> None:
-        """End both calls, if they still run."""
-        self._resources.close()
 
     async def _next_of_prefill(self, call: WorkerCall) -> Event | None:
         if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):

@@ -1,9 +1,11 @@
-"""The start of an attempt: the search for workers that admit it."""
+"""The start of an attempt: the search for workers that admit it, near the home of its prompt."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.core.config import GatewayConfig
@@ -14,17 +16,19 @@ from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.encode_router import EncodingIndex
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import NotCachedError
+from paceline.services.gateway.sequences.attempt import AnyAttempt, NotCachedError
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia
-from paceline.services.gateway.sequences.homes import Homes
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.load_control import FULL, PREMATURE
 from paceline.services.gateway.sequences.patience import Patience
 from paceline.services.gateway.sequences.progress import NobodyFound
 from paceline.services.gateway.sequences.running import RunningAttempts
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
+
+MOST_KEYS = 1 << 16
+"""Most keys to remember. The one that was used longest ago is forgotten first."""
 
 
 class AttemptStarter:
@@ -223,3 +227,33 @@ class AttemptStarter:
 
 def _was_admitted(sequence: SequenceRun) -> bool:
     return sequence.trace.admitted is not None
+
+
+class Homes:
+    """The home of each `prompt_cache_key`: the host that computed the latest prompt with it."""
+
+    def __init__(self) -> None:
+        self._hosts: OrderedDict[bytes, str] = OrderedDict()
+        """Ids of hosts by digests, because a client's keys may be long."""
+
+    def get(self, owner: str, cache_key: str) -> str:
+        """Return the id of a host; "" if the request has no key, or if the key is new.
+
+        Args:
+            owner: digest of the client's API key, because clients may choose equal names.
+            cache_key: the request's `prompt_cache_key`; "" if it has none.
+        """
+        return self._hosts.get(_digest(owner, cache_key), "") if cache_key else ""
+
+    def put(self, owner: str, cache_key: str, host_id: str) -> None:
+        """Note which host computes a prompt. Nothing happens if the request has no key."""
+        if cache_key:
+            key = _digest(owner, cache_key)
+            self._hosts[key] = host_id
+            self._hosts.move_to_end(key)
+            if len(self._hosts) > MOST_KEYS:
+                self._hosts.popitem(last=False)
+
+
+def _digest(owner: str, cache_key: str) -> bytes:
+    return hashlib.blake2b(f"{owner} {cache_key}".encode(), digest_size=16).digest()

@@ -27,11 +27,11 @@ from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated, HandedOver
+from paceline.services.gateway.sequences.attempt import AnyAttempt, Ended, Event, Generated, HandedOver
 from paceline.services.gateway.sequences.attempt_starter import AttemptStarter
 from paceline.services.gateway.sequences.encode_calls import EncodeRefusedError
 from paceline.services.gateway.sequences.hint_sender import HintSender
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.load_control import LoadControl
 from paceline.services.gateway.sequences.patience import Patience
 from paceline.services.gateway.sequences.progress import AttemptAdmitted, EncodingRefused, WorkerLeft, WorkerWaited

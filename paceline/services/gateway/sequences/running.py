@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from paceline.core.numerics import may_differ
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.routing.candidates import Need
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.attempt import AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.trace_facts import EncodingTrace, Gaps, WorkerName, gaps_of
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace, EncodingTrace, Gaps, WorkerName, gaps_of
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 EARLIER = 10
