@@ -232,10 +232,12 @@ async def measure(
                 client = await undo.enter_async_context(contextlib.aclosing(connect(redis)))
                 planner = Planner(objectives(BUDGET, TTFT, ITL, INTERVAL, FORECAST))
                 kept = RecordFile(record, 1 << 30, planner) if record else None
-                service = PlannerService(planner, platform, client, "bench", UNSIGNED, "planner", DRAIN_SECONDS, kept)
-                service.on_decision = lambda: lines.extend(
-                    past.line for past in service.report().decisions[-1:] if past.acted
-                )
+
+                def note() -> None:
+                    lines.extend(past.line for past in service.report().decisions[-1:] if past.acted)
+
+                facts = planner, platform, client, "bench", UNSIGNED, "planner", DRAIN_SECONDS, kept
+                service = PlannerService(*facts, on_decision=note)
                 stop = asyncio.Event()
                 running = asyncio.create_task(service.run(stop))
                 undo.push_async_callback(asyncio.wait, {running})

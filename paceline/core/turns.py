@@ -132,12 +132,18 @@ class RoleTurns:
 
     Args:
         page, session, itl_target: see `DecodeTurns`.
+        on_change: called with the present turns after each change, on the thread of `take_role`.
     """
 
-    def __init__(self, page: memoryview, session: int, itl_target: float | None) -> None:
+    def __init__(
+        self,
+        page: memoryview,
+        session: int,
+        itl_target: float | None,
+        on_change: Callable[[Turns], None] = lambda turns: None,
+    ) -> None:
         self.page = page
-        self.on_change: Callable[[Turns], None] = lambda turns: None
-        """Called with the present turns after each change, on the thread of `take_role`."""
+        self._on_change = on_change
         self._session = session
         self._itl_target = itl_target
         self.present: DecodeTurns | PrefillTurns = PrefillTurns(page)
@@ -151,7 +157,7 @@ class RoleTurns:
         """Take the turns of a decode worker, or those of a prefill worker. Call this between two steps."""
         page = self.page
         self.present = DecodeTurns(page, self._session, self._itl_target) if decodes else PrefillTurns(page)
-        self.on_change(self.present)
+        self._on_change(self.present)
 
     def begin(self) -> None:
         self.present.begin()

@@ -53,6 +53,11 @@ class Attempts:
     Args:
         block_tokens: tokens of a block.
         seed: decides the delays of handoffs.
+        on_room: called when a worker may have room for another request.
+        on_lost: called with a request that has to go on elsewhere.
+        on_first_token: called with a request whose prompt is computed.
+        on_ended: called with a request that has all of its tokens.
+        on_steps: called after steps of a worker.
     """
 
     def __init__(
@@ -64,17 +69,15 @@ class Attempts:
         hints: BlockHolders,
         recorder: SimulationRecorder,
         seed: int,
+        *,
+        on_room: Callable[[], object],
+        on_lost: Callable[[Sequence], object],
+        on_first_token: Callable[[Sequence], object],
+        on_ended: Callable[[Sequence], object],
+        on_steps: Callable[[SimulatedWorker, Run], object],
     ) -> None:
-        self.on_room: Callable[[], object] = lambda: None
-        """Called when a worker may have room for another request."""
-        self.on_lost: Callable[[Sequence], object] = lambda sequence: None
-        """Called with a request that has to continue on another worker."""
-        self.on_first_token: Callable[[Sequence], object] = lambda sequence: None
-        """Called with a request whose prompt is computed."""
-        self.on_ended: Callable[[Sequence], object] = lambda sequence: None
-        """Called with a request that has all of its tokens."""
-        self.on_steps: Callable[[SimulatedWorker, Run], object] = lambda worker, run: None
-        """Called after steps of a worker."""
+        self._on_room, self._on_lost, self._on_first_token = on_room, on_lost, on_first_token
+        self._on_ended, self._on_steps = on_ended, on_steps
         self._events, self._profile, self._block_tokens = events, profile, block_tokens
         self._known, self._hints, self._recorder = known, hints, recorder
         self._random = random.Random(seed)
@@ -122,7 +125,7 @@ class Attempts:
     def move(self, sequence: Sequence) -> None:
         """End an attempt. Its request continues on another worker."""
         self.leave(sequence)
-        self.on_lost(sequence)
+        self._on_lost(sequence)
 
     def leave(self, sequence: Sequence, grace: float = 0.0) -> None:
         """End an attempt on all of its workers.
@@ -149,7 +152,7 @@ class Attempts:
             if held is not None:
                 self._events.at(now + grace, self._release, worker.host, held.session, held.key)
         sequence.is_handed_over = sequence.changes_hosts = False
-        self.on_room()
+        self._on_room()
 
     # ---- what workers do
 
@@ -161,14 +164,14 @@ class Attempts:
             return
         sequence.done += 1
         self._recorder.first_token(sequence, now + self._delay(self._profile.first_token))
-        self.on_first_token(sequence)
+        self._on_first_token(sequence)
         self._known.calls[worker.name].computed(sequence.sent)
         sequence.sent = 0
         decode = self._workers[sequence].decode
         if worker is not decode:
             worker.admitted.pop(sequence, None)
             self._known.calls[worker.name].end_call()
-            self.on_room()
+            self._on_room()
         if sequence.left == 0:
             self.ended(decode, sequence)
         elif worker is decode:
@@ -190,7 +193,7 @@ class Attempts:
         self._recorder.ended(sequence, at)
         sequence.is_over = True
         self.leave(sequence)
-        self.on_ended(sequence)
+        self._on_ended(sequence)
 
     def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
         """Give a row more blocks, or preempt a sequence of its worker."""
@@ -199,7 +202,7 @@ class Attempts:
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
         """Record steps that a worker has ended."""
         self._recorder.stepped(worker, run)
-        self.on_steps(worker, run)
+        self._on_steps(worker, run)
 
     # ---- between workers
 
@@ -295,7 +298,7 @@ class Attempts:
 
     def _release(self, host: Host, session: int, key: object) -> None:
         host.ledger.release(session, key, self._events.now)  # type: ignore[arg-type]
-        self.on_room()
+        self._on_room()
         self._preemption.retry(host)
 
     def _delay(self, delay: Delay) -> float:

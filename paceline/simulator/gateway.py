@@ -52,6 +52,8 @@ class SimulatedGateway:
 
     Args:
         seed: decides all delays.
+        on_over: called when a request has ended or was refused.
+        on_steps: called after steps of a worker.
     """
 
     def __init__(
@@ -63,21 +65,29 @@ class SimulatedGateway:
         recorder: SimulationRecorder,
         options: GatewayOptions,
         seed: int,
+        *,
+        on_over: Callable[[Sequence], object],
+        on_steps: Callable[[SimulatedWorker, Run], object],
     ) -> None:
+        self._on_over, self._on_steps = on_over, on_steps
         self.known = KnownWorkers(events, profile.max_model_len)
-        self.attempts = Attempts(events, profile, block_tokens, self.known, hints, recorder, seed + 1)
+        self.attempts = Attempts(
+            events,
+            profile,
+            block_tokens,
+            self.known,
+            hints,
+            recorder,
+            seed + 1,
+            on_room=lambda: self.waiting.wake(),
+            on_lost=self._enter,
+            on_first_token=self._note_first_token,
+            on_ended=self._ended,
+            on_steps=self._note_steps,
+        )
         self.waiting = WaitingQueue(
             events, options.max_waiting, options.queue_seconds, self._try, self._refused, seed + 2
         )
-        self.attempts.on_room = self.waiting.wake
-        self.attempts.on_lost = self._enter
-        self.attempts.on_first_token = self._note_first_token
-        self.attempts.on_ended = self._ended
-        self.attempts.on_steps = self._note_steps
-        self.on_over: Callable[[Sequence], object] = lambda sequence: None
-        """Called when a request has ended or was refused."""
-        self.on_steps: Callable[[SimulatedWorker, Run], object] = lambda worker, run: None
-        """Called after steps of a worker."""
         self._control = AdmissionControl(self.waiting.shedder, self._find, options.queue_seconds, options.classes)
         self._has_itl_objectives = any(each.itl_seconds is not None for each in options.classes.values())
         self._events, self._profile, self._recorder = events, profile, recorder
@@ -232,11 +242,11 @@ class SimulatedGateway:
     def _end_refused(self, sequence: Sequence, reason: str) -> None:
         sequence.is_over = True
         self._recorder.refused(sequence, reason)
-        self.on_over(sequence)
+        self._on_over(sequence)
 
     def _ended(self, sequence: Sequence) -> None:
         self._control.note_answer(sequence.owner, sequence.answer_tokens)
-        self.on_over(sequence)
+        self._on_over(sequence)
 
     # ---- what is measured
 
@@ -248,7 +258,7 @@ class SimulatedGateway:
     def _note_steps(self, worker: SimulatedWorker, run: Run) -> None:
         if self._has_itl_objectives and run.rows:
             self._note_gaps(worker, run)
-        self.on_steps(worker, run)
+        self._on_steps(worker, run)
 
     def _note_gaps(self, worker: SimulatedWorker, run: Run) -> None:
         """Measure the times between tokens of each class."""

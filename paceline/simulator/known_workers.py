@@ -46,8 +46,8 @@ class KnownWorkers:
         )
         self.workers[worker.name] = worker
         self.host_names[worker.host.number] = worker.host.name
-        calls = self.calls[worker.name] = WorkerCalls(member, lambda: self._events.now)
-        calls.on_change = partial(self._changed.add, worker)
+        note_change = partial(self._changed.add, worker)
+        self.calls[worker.name] = WorkerCalls(member, lambda: self._events.now, note_change)
         self._changed.add(worker)
 
     def withdraw(self, worker: SimulatedWorker) -> None:

@@ -15,7 +15,9 @@ from paceline.simulator.recorder import SimulationRecorder
 from paceline.simulator.result import Level, Result, class_result
 from paceline.simulator.scenario import Scenario
 from paceline.simulator.sequence import Sequence, block_name
+from paceline.simulator.steps import Run
 from paceline.simulator.trace import LoadTrace, TraceRequest
+from paceline.simulator.worker import SimulatedWorker
 
 LEVEL_SECONDS = 10.0
 """Interval at which the state of the fleet is sampled."""
@@ -38,15 +40,22 @@ class Simulation:
         self._requests = enumerate(trace)
         self._running = 0
         self._is_over = False
+        self._planner: SimulatedPlanner | None = None
         hints = BlockHolders(LAYOUT)
         self.gateway = SimulatedGateway(
-            self.events, profile, trace.block_tokens, hints, self.recorder, scenario.gateway, scenario.seed
+            self.events,
+            profile,
+            trace.block_tokens,
+            hints,
+            self.recorder,
+            scenario.gateway,
+            scenario.seed,
+            on_over=self._over,
+            on_steps=self._stepped,
         )
-        self.gateway.on_over = self._over
         self.fleet = SimulatedFleet(
             scenario, profile, trace.block_tokens, self.events, self.gateway, hints, self._goes_on
         )
-        self._planner: SimulatedPlanner | None = None
         self._levels: list[Level] = []
 
     def run(self) -> Result:
@@ -61,13 +70,16 @@ class Simulation:
                 self.recorder,
                 self._goes_on,
             )
-            self.gateway.on_steps = self._planner.stepped
             self._planner.begin()
         self._next()
         self._sample()
         self.events.run(lambda: self._is_over and not self._running)
         self.fleet.pay()
         return self._result()
+
+    def _stepped(self, worker: SimulatedWorker, run: Run) -> None:
+        if self._planner is not None:
+            self._planner.stepped(worker, run)
 
     def _goes_on(self) -> bool:
         return not self._is_over or self._running > 0

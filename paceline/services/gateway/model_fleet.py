@@ -102,8 +102,14 @@ class ModelFleet:
         self._draining = False
         self.metrics = Metrics(self.name, shared.classes)
         shared.metrics.add(self.name, self.metrics.registry)
-        count_ignored = self.metrics.members_ignored.inc
-        self.fleet = Fleet(shared.redis, config.cluster, tokenizer.files, shared.credentials, count_ignored)
+        self.fleet = Fleet(
+            shared.redis,
+            config.cluster,
+            tokenizer.files,
+            shared.credentials,
+            count_ignored=self.metrics.members_ignored.inc,
+            on_refresh=lambda: self.runner.follow_fleet(),
+        )
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)

@@ -50,7 +50,15 @@ async def run(config: PlannerConfig) -> None:
         address = server.known_as(reachable_address(config, server.bind()))
         await server.start()
         service = PlannerService(
-            planner, platform, client, config.cluster, signatures, name, config.drain_seconds, record
+            planner,
+            platform,
+            client,
+            config.cluster,
+            signatures,
+            name,
+            config.drain_seconds,
+            record,
+            on_decision=lambda: registrar.announce(),  # it is made below, because it tells what the service reports
         )
         epoch, process = time.time_ns(), ProcessSamples()
 
@@ -62,7 +70,6 @@ async def run(config: PlannerConfig) -> None:
         undo.push_async_callback(registrar.stop)
         await registrar.start()
         await server.set_ready(True)
-        service.on_decision = registrar.announce
         announce_ready(config, address)
         log.info("planner %s scales the fleet of %s", name, platform.name)
         await service.run(stop)

@@ -61,9 +61,12 @@ class _Past(NamedTuple):
 class PlannerService:
     """One planner of a cluster, from `run` to its end.
 
-    Args: platform: starts and stops the workers. name: unique among all planners that ever run. drain_seconds: the
-        longest time that a worker drains. It is the estimate until a drain was seen. record: the planner's record; None
-        records nothing.
+    Args:
+        platform: starts and stops the workers.
+        name: unique among all planners that ever run.
+        drain_seconds: the longest time that a worker drains. It is the estimate until a drain was seen.
+        record: the planner's record; None records nothing.
+        on_decision: called after each decision.
     """
 
     def __init__(
@@ -77,10 +80,10 @@ class PlannerService:
         drain_seconds: float = 30.0,
         record: RecordFile | None = None,
         clock: Callable[[], float] = time.monotonic,
+        on_decision: Callable[[], object] = lambda: None,
     ) -> None:
         self.metrics = PlannerMetrics()
-        self.on_decision: Callable[[], object] = lambda: None
-        """Called after each decision."""
+        self._on_decision = on_decision
         self._planner = planner
         self._platform = platform
         self._client = client
@@ -248,7 +251,7 @@ class PlannerService:
         if not is_new and not acted:
             self._past.pop()
         self._past.append(_Past(decision.at, decision.line, acted))
-        self.on_decision()
+        self._on_decision()
 
     def _note_trouble(self, what: str, why: str = "") -> None:
         if what:

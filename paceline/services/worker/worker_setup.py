@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from paceline.core.config import WorkerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
-from paceline.core.turns import RoleTurns
+from paceline.core.turns import RoleTurns, Turns
 from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
@@ -69,19 +70,30 @@ class WorkerSetup:
         """
         arena = await self.kv.session.attach(layout, self.config.max_model_len or max_position)
         blocks = torch.frombuffer(arena.blocks, dtype=self.compute.dtype)
-        turns = turns_of(self.config, self.compute.device, arena.turns, self.kv.session.id)
+        turns = turns_of(
+            self.config, self.compute.device, arena.turns, self.kv.session.id, self.compute.kernels.take_turns
+        )
         if turns is not None:
-            turns.on_change = self.compute.kernels.take_turns
             turns.take_role(self.role.name == "decode")
         return ArenaPlace(blocks, arena.path, arena.slots, turns)
 
 
-def turns_of(config: WorkerConfig, device: torch.device, page: memoryview, session: int) -> RoleTurns | None:
-    """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU."""
+def turns_of(
+    config: WorkerConfig,
+    device: torch.device,
+    page: memoryview,
+    session: int,
+    on_change: Callable[[Turns], None] = lambda turns: None,
+) -> RoleTurns | None:
+    """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU.
+
+    Args:
+        on_change: see `RoleTurns`.
+    """
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
     itl_target = config.itl_target_ms / 1000 if config.itl_target_ms else None
-    return RoleTurns(page, session, itl_target)
+    return RoleTurns(page, session, itl_target, on_change)
 
 
 def max_model_len(config: WorkerConfig, layout: KVLayout, max_position: int, arena_slots: int, pool_slots: int) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import defaultdict
@@ -33,21 +32,26 @@ class Generation:
     """All choices of one request.
 
     Args:
-        trace: the request's trace. It is in the model's book of traces while the generation runs, and a while after.
+        request_trace: it is in the model's book of traces while the generation runs, and a while after.
         scope: has what the request holds until the generation runs, such as the memory of its media, and counts what
             the request uses of its key's limits.
         ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
     """
 
     def __init__(
-        self, model: ModelFleet, plan: Plan, trace: RequestTrace, scope: RequestScope, ids: StreamIds | None = None
+        self,
+        model: ModelFleet,
+        plan: Plan,
+        request_trace: RequestTrace,
+        scope: RequestScope,
+        ids: StreamIds | None = None,
     ) -> None:
         self._model = model
         self.plan = plan
         self.ids = ids
         self.completion_tokens = 0
         self.reasoning_tokens = 0
-        self._trace = trace
+        self._request_trace = request_trace
         self._scope = scope
         self._prompt_tokens = sum(len(prompt.token_ids) for prompt in plan.prompts)
         self._came: Mailbox[Delta | Exception | None] = Mailbox()
@@ -98,15 +102,15 @@ class Generation:
                 async with self._running():
                     yield
         finally:
-            is_computed = any(record.admitted is not None for record in self._trace.records)
+            is_computed = any(trace.admitted is not None for trace in self._request_trace.traces)
             self._scope.admission.settle(self._prompt_tokens if is_computed else 0)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
         self._tasks = [asyncio.create_task(self._run_choice(index)) for index in range(self._left)]
-        self._model.traces.open(self._trace)
+        self._model.traces.open(self._request_trace)
         try:
-            with self._model.requests.running(self._trace.request_id, self._trace.owner, self.abort):
+            with self._model.requests.running(self._request_trace.request_id, self._request_trace.owner, self.abort):
                 yield
         finally:
             for task in self._tasks:
@@ -114,7 +118,7 @@ class Generation:
             try:
                 await asyncio.gather(*self._tasks, return_exceptions=True)
             finally:
-                self._model.traces.close(self._trace)
+                self._model.traces.close(self._request_trace)
                 # A task that has failed or was cancelled knows this object by its traceback. So do errors that nobody
                 # has read. The cycles would stay in memory until the next full garbage collection.
                 self._tasks.clear()
@@ -122,7 +126,7 @@ class Generation:
 
     def abort(self) -> None:
         """End all choices with the tokens that have come, and with the finish reason "abort"."""
-        self._trace.is_aborted = True
+        self._request_trace.is_aborted = True
         for task in self._tasks:
             # Later, because a task that is cancelled before its first step would not report its end.
             asyncio.get_running_loop().call_soon(task.cancel)
@@ -159,7 +163,7 @@ class Generation:
         try:
             await self._generate(index, choice)
         except asyncio.CancelledError:
-            if not self._trace.is_aborted:
+            if not self._request_trace.is_aborted:
                 raise
             if not choice.has_ended:
                 self._came.put(choice.end("abort"))
@@ -171,7 +175,7 @@ class Generation:
         if sibling:
             # Once the first choice has begun, the prompt's blocks are cached, so only one choice computes the prompt.
             await self._has_begun[which].wait()
-        record = self._trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
+        trace = self._request_trace.begin(index, len(prompt.token_ids), prompt.sampling.max_tokens)
         begun, model, admission = self._has_begun[which], self._model, self._scope.admission
 
         def take(event: Event) -> None:
@@ -179,41 +183,19 @@ class Generation:
             delta = choice.take(event)
             admission.spend(choice.tokens - before, self._prompt_tokens)
             if not begun.is_set():
-                self._cached_tokens[which] = record.cached_tokens
+                self._cached_tokens[which] = trace.cached_tokens
             if delta is not None:
                 self._came.put(delta)
                 begun.set()
             if choice.ended_by_text:
                 raise _TextEndedError
 
-        sequence_id = self._trace.sequence_id(index)
+        sequence_id = self._request_trace.sequence_id(index)
         with request_span("request", sequence_id) as span:
-            span.set_attribute("paceline.model", self._trace.model)
+            span.set_attribute("paceline.model", self._request_trace.model)
             sequence: SequenceRun | None = None
             try:
-                sequence = SequenceRun(
-                    request_id=sequence_id,
-                    prompt_ids=prompt.token_ids,
-                    # Each prompt of a list gets the tokens that it would get alone.
-                    sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
-                    cache_salt=self.plan.cache_salt,
-                    shared_tokens=prompt.shared_tokens,
-                    media=prompt.media,
-                    media_inputs=prompt.inputs,
-                    priority=self.plan.priority,
-                    owner=self.plan.owner,
-                    request_class=self.plan.request_class,
-                    seconds=self.plan.seconds,
-                    waited=self.plan.waited,
-                    ttft_seconds=self.plan.ttft_seconds,
-                    cache_key=self.plan.cache_key,
-                    background=self.plan.background,
-                    # The last token of a prompt is always computed, so another choice begins before it.
-                    dropped_tokens=max(prompt.dropped_tokens, int(self.plan.n > 1)),
-                    kind=self.plan.kind,
-                    follows=index > 0,
-                    trace=record,
-                )
+                sequence = SequenceRun(sequence_id, self.plan, trace)
                 with contextlib.suppress(_TextEndedError), own_cancellation(_cancelled):
                     await model.runner.run(sequence, take if self.ids is None else self.ids.gathering(index, take))
                 learnt = OPEN_CALL if choice.calls_tools else self.plan.learnt
@@ -226,13 +208,13 @@ class Generation:
                 choice.outcome, choice.why = "error", str(error)
                 self._came.put(error)
             finally:
-                record.end_attempt(choice.outcome, choice.why)
-                model.metrics.observe(record, choice.tokens, choice.outcome, background=self.plan.background)
+                trace.end_attempt(choice.outcome, choice.why)
+                model.metrics.observe(trace, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
-                _log(record, choice, self._trace.model)
+                _log(trace, choice, self._request_trace.model)
                 if model.recorder is not None and sequence is not None:
-                    model.recorder.record(sequence, self._trace.arrived, self.plan.session_id, choice.outcome)
-                record.end(choice.outcome, choice.why, choice.tokens)
+                    model.recorder.record(sequence, self._request_trace.arrived, self.plan.session_id, choice.outcome)
+                trace.end(choice.outcome, choice.why, choice.tokens)
 
 
 def _cancelled() -> UnavailableError:
@@ -244,29 +226,29 @@ class _TextEndedError(Exception):
     """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
-def _log(record: SequenceTrace, choice: Choice, model: str) -> None:
-    seconds = time.monotonic() - record.arrived
-    times = record.token_times
-    first = times[0] - record.arrived if times else None
-    prefill, decode = record.workers
+def _log(trace: SequenceTrace, choice: Choice, model: str) -> None:
+    seconds = time.monotonic() - trace.arrived
+    times = trace.token_times
+    first = times[0] - trace.arrived if times else None
+    prefill, decode = trace.workers
     log.info(
         "%s after %.3f s: %d prompt tokens (%d cached), %d generated",
         choice.outcome,
         seconds,
-        record.prompt_tokens,
-        record.cached_tokens,
+        trace.prompt_tokens,
+        trace.cached_tokens,
         choice.tokens,
         extra={
             "model": model,
             "outcome": choice.outcome,
             "seconds": round(seconds, 6),
-            "queue_seconds": None if record.admitted is None else round(record.admitted - record.arrived, 6),
+            "queue_seconds": None if trace.admitted is None else round(trace.admitted - trace.arrived, 6),
             "first_token_seconds": None if first is None else round(first, 6),
-            "prompt_tokens": record.prompt_tokens,
-            "cached_tokens": record.cached_tokens,
+            "prompt_tokens": trace.prompt_tokens,
+            "cached_tokens": trace.cached_tokens,
             "generated_tokens": choice.tokens,
             "prefill_worker": prefill,
             "decode_worker": decode,
-            "attempts": record.attempts,
+            "attempts": trace.attempts,
         },
     )

@@ -63,12 +63,15 @@ class Inbox(Mailbox[InboxItem]):
 
     Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
     than the requested answer. Nothing follows an exception.
+
+    Args:
+        on_broken: called at once when the stream breaks, even while no task reads. It must not know the inbox, because
+            the cycle would keep both in memory until the next full garbage collection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
         super().__init__()
-        self.on_broken: Callable[[], object] = lambda: None
-        """A function that is called at once when the stream breaks, even while no task reads."""
+        self.on_broken = on_broken
         self._take: Callable[[list[Token]], object] | None = None
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
@@ -107,13 +110,19 @@ class EventFeed:
         channel: the gRPC channel to the worker, for gateways on other hosts.
         name: the worker's name in error messages.
         socket: the path of the worker's Unix socket, for gateways on its host; "" if it has none.
+        on_draining: called when the worker reports that it drains.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, name: str, socket: str = "") -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        name: str,
+        socket: str = "",
+        on_draining: Callable[[], object] = lambda: None,
+    ) -> None:
         self._name = name
         self.socket = socket
-        self.on_draining: Callable[[], object] = lambda: None
-        """A function that is called when the worker reports that it drains."""
+        self._on_draining = on_draining
         self._stub = worker_pb2_grpc.DecodeStub(channel)
         self._numbers = itertools.count(1)
         self._inboxes: dict[int, Inbox] = {}
@@ -208,7 +217,7 @@ class EventFeed:
 
     def _hand_on(self, message: worker_pb2.DecodeEvents) -> None:
         if message.draining:
-            self.on_draining()
+            self._on_draining()
         tokens = zip(message.attempts, message.token_ids)
         for attempt, own in itertools.groupby(tokens, key=operator.itemgetter(0)):
             if (inbox := self._inboxes.get(attempt)) is not None:

@@ -45,6 +45,7 @@ class Fleet:
         model: this gateway's model. Workers with another model are shown, but get no requests.
         credentials: what this gateway shows to the members, and wants to see of them.
         count_ignored: called for each value and beat in Redis that is not taken.
+        on_refresh: called after each refresh.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Fleet:
         model: ModelFiles,
         credentials: Credentials,
         count_ignored: Callable[[], object] = lambda: None,
+        on_refresh: Callable[[], object] = lambda: None,
     ) -> None:
         self.model = model.digest
         self.signatures = MemberSignatures(credentials.secret, cluster, count_ignored)
@@ -80,8 +82,7 @@ class Fleet:
         self.ends = Ends()
         self.redis_answers = True
         """Whether Redis has answered the last time."""
-        self.on_refresh: Callable[[], object] = lambda: None
-        """A function that is called after each refresh."""
+        self._on_refresh = on_refresh
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
         self._refreshed = asyncio.Event()
@@ -246,7 +247,7 @@ class Fleet:
             self.redis_answers = False
         self._members.look()
         self.snapshot().settle()  # so that the next request need not do it
-        self.on_refresh()
+        self._on_refresh()
         refreshed, self._refreshed = self._refreshed, asyncio.Event()
         refreshed.set()
 

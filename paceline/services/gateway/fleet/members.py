@@ -132,8 +132,7 @@ class Members:
             self._with_new_speed.add(member.host_id)
 
     def _join(self, member: Member) -> None:
-        self.workers[member.worker_id] = worker = RemoteWorker(member, self._credentials)
-        worker.on_change = lambda: self._on_figures(worker)
+        self.workers[member.worker_id] = worker = RemoteWorker(member, self._credentials, self._on_figures)
         if member.role == "kvtransfer":
             self.hosts[member.worker_id] = worker
         log.info("%s %s joined at %s", member.role, member.worker_id, member.address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 
 import grpc.aio
 
@@ -22,10 +23,19 @@ MOST_PROBE_SECONDS = 5.0
 
 
 class RemoteWorker(WorkerCalls):
-    """A member, the channel to it, and this gateway's own counts of its calls and failures."""
+    """A member, the channel to it, and this gateway's own counts of its calls and failures.
 
-    def __init__(self, member: Member, credentials: Credentials) -> None:
-        super().__init__(member)
+    Args:
+        on_figures: called if the figures of the worker for placements may have changed.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        credentials: Credentials,
+        on_figures: Callable[[RemoteWorker], object] = lambda worker: None,
+    ) -> None:
+        super().__init__(member, on_change=lambda: on_figures(self))
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
         self._feed: EventFeed | None = None
@@ -59,8 +69,7 @@ class RemoteWorker(WorkerCalls):
     def feed(self) -> EventFeed:
         """The stream of the member's events."""
         if self._feed is None:
-            self._feed = EventFeed(self.channel, str(self), self.member.events)
-            self._feed.on_draining = self.note_draining
+            self._feed = EventFeed(self.channel, str(self), self.member.events, self.note_draining)
         return self._feed
 
     @property

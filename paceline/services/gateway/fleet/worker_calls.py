@@ -46,12 +46,17 @@ class WorkerCalls:
 
     Args:
         clock: the time in seconds.
+        on_change: called when a candidate that was made before is out of date.
     """
 
-    def __init__(self, member: Member, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        member: Member,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], object] = lambda: None,
+    ) -> None:
         self.member = member
-        self.on_change: Callable[[], object] = lambda: None
-        """Called when a candidate that was made before is out of date."""
+        self._on_change = on_change
         self.in_flight = 0
         self.encodings = 0
         """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
@@ -117,7 +122,7 @@ class WorkerCalls:
         self.member = member
         self._in_flight_at_updates = (self._in_flight_at_updates[1], self._tokens_in_flight)
         self._begun_at_updates = (self._begun_at_updates[1], self._begun)
-        self.on_change()
+        self._on_change()
 
     def note_current(self) -> None:
         """Note that the member's figures are current."""
@@ -129,12 +134,12 @@ class WorkerCalls:
         is_current = self._clock() - self._current_at < FIGURES_SECONDS
         if is_current != self._is_current:
             self._is_current = is_current
-            self.on_change()
+            self._on_change()
 
     def note_draining(self) -> None:
         """Note that the member drains, before its figures say so."""
         self.member = dataclasses.replace(self.member, state="draining")
-        self.on_change()
+        self._on_change()
 
     def begin_call(self, tokens: int) -> None:
         self.in_flight += 1
@@ -142,23 +147,23 @@ class WorkerCalls:
         self._tokens_in_flight += tokens
         self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)
         self._recent.add(tokens, self._clock())
-        self.on_change()
+        self._on_change()
 
     def computed(self, tokens: int) -> None:
         """Subtract the prompt tokens of a running call, which are computed."""
         self._prompts[tokens] -= 1
         self._prompts = +self._prompts
         self._tokens_in_flight -= tokens
-        self.on_change()
+        self._on_change()
 
     def end_call(self) -> None:
         self.in_flight -= 1
-        self.on_change()
+        self._on_change()
 
     def begin_encoding(self) -> None:
         self.encodings += 1
-        self.on_change()
+        self._on_change()
 
     def end_encoding(self) -> None:
         self.encodings -= 1
-        self.on_change()
+        self._on_change()

@@ -70,6 +70,11 @@ class PromptPlan:
     wanted: WantedConstraint | None = None
     """The constraint of the answers, before it has been made; None if they may have any form."""
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of the prompt and the longest answer together."""
+        return len(self.token_ids) + self.sampling.max_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -117,6 +122,28 @@ class Plan:
 
     rendered_at: datetime.datetime | None = None
     """Local time that the chat template saw; None if there was no template."""
+
+    def prompt_of(self, index: int) -> PromptPlan:
+        """Return the prompt of the choice with this index, with the seed of the choice.
+
+        The choices of a prompt are next to each other. Each prompt of a list gets the tokens that it would get alone.
+        """
+        which, sibling = divmod(index, self.n)
+        prompt = self.prompts[which]
+        if self.n == 1:
+            return prompt
+        return dataclasses.replace(
+            prompt,
+            sampling=dataclasses.replace(prompt.sampling, seed=(prompt.sampling.seed + sibling) % 2**64),
+            # The last token of a prompt is always computed, so another choice begins before it.
+            dropped_tokens=max(prompt.dropped_tokens, 1),
+        )
+
+    def kept_tokens(self, prompt: PromptPlan) -> int:
+        """Return how many tokens of a prompt later prompts probably begin with; 0 if none are expected."""
+        if self.background or self.kind != common_pb2.WORK_KIND_GENERATE:
+            return 0
+        return len(prompt.token_ids) - prompt.dropped_tokens
 
     def seeded(self, seed: int) -> Plan:
         """Return the plan with seeds that follow from a number of 64 bits, if the client gave no seed."""

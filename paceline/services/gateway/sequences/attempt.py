@@ -10,6 +10,7 @@ is a failure. When one call fails, the other one is cancelled at once.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import time
 from collections.abc import Callable
@@ -74,16 +75,19 @@ class NotCachedError(PacelineError):
         self.cached_tokens = cached_tokens
 
 
-class Attempt:
-    """One attempt. `admit` begins it, `run` follows; `close` must always be called.
+class AnyAttempt(abc.ABC):
+    """One attempt at work of any kind. `admit` begins it, `run` follows; `close` must always be called.
 
     Args:
         placement: the workers, and the host from which the computing worker first brings over a prefix.
         seconds: the longest time that the calls may take.
         stall_seconds: the longest silence before a worker counts as failed, in seconds.
-        record: a trace that takes the workers' reports.
+        attempt_trace: a trace that takes the workers' reports.
         media: the encoder's inputs, if the context has spans of media.
     """
+
+    decode: RemoteWorker | None
+    """The decode worker; None if there is none."""
 
     def __init__(
         self,
@@ -93,32 +97,66 @@ class Attempt:
         *,
         seconds: float,
         stall_seconds: float,
-        record: AttemptTrace | None = None,
+        attempt_trace: AttemptTrace | None = None,
         media: AttemptMedia | None = None,
     ) -> None:
-        assert placement.decode is not None
-        decode = fleet.worker(placement.decode.worker_id)
-        prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
-        self.decode = decode
-        self.prefill = prefill
-        self.record = record or AttemptTrace()
-        self.record.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
+        self.attempt_trace = attempt_trace or AttemptTrace()
+        self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
         self._fleet = fleet
-        self._source = fleet.host(placement.source)
-        self._least_cached_tokens = placement.least_cached_tokens
         self._resources = contextlib.ExitStack()
-        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
-        """Open until the prefill worker is done with the request; then the worker has room for another one."""
-        self._decode_call = DecodeCall(decode, self._link, stall_seconds)
-        self._resources.callback(self._decode_call.close)
         self._encoding: EncodeCalls | None = None
         if media is not None:
             patience = {"seconds": seconds, "stall_seconds": stall_seconds}
-            self._encoding = EncodeCalls(fleet, media, work, **patience, record=self.record)
+            self._encoding = EncodeCalls(fleet, media, work, **patience, attempt_trace=self.attempt_trace)
             self._resources.callback(self._encoding.close)
+        self._prepare(placement)
+
+    @abc.abstractmethod
+    def _prepare(self, placement: Placement) -> None:
+        """Count the calls to the workers of a placement, until `close`."""
+
+    @abc.abstractmethod
+    async def admit(self) -> None:
+        """Wait until workers have accepted the work.
+
+        Raises:
+            WorkerBusyError: a worker has no room.
+            WorkerFailedError: a worker failed.
+            InvalidRequestError: a worker can never serve this request.
+        """
+
+    @abc.abstractmethod
+    async def run(self, take: Callable[[Event], object]) -> None:
+        """Give events to `take`, Ended last. Raises the errors of `admit`, and the errors of `take`."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Make `run` raise WorkerDrainingError soon, if the work should go on elsewhere because a worker drains."""
+
+    def close(self) -> None:
+        """End all calls that still run."""
+        self._resources.close()
+
+
+class Attempt(AnyAttempt):
+    """One attempt to generate."""
+
+    decode: RemoteWorker
+
+    def _prepare(self, placement: Placement) -> None:
+        assert placement.decode is not None
+        fleet, work = self._fleet, self._work
+        self.decode = decode = fleet.worker(placement.decode.worker_id)
+        self.prefill = prefill = None if placement.prefill is None else fleet.worker(placement.prefill.worker_id)
+        self._source = fleet.host(placement.source)
+        self._least_cached_tokens = placement.least_cached_tokens
+        self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
+        """Open until the prefill worker is done with the request; then the worker has room for another one."""
+        self._decode_call = DecodeCall(decode, self._link, self._stall_seconds)
+        self._resources.callback(self._decode_call.close)
         self._prefill_call: WorkerCall | None = None
         """The call to the prefill worker; None before `admit` starts it and after the handoff."""
         self._first: worker_pb2.FirstToken | None = None
@@ -130,17 +168,14 @@ class Attempt:
     async def admit(self) -> None:
         """Reserve room on the decode worker, and start the prefill.
 
-        Raises:
-            WorkerBusyError: a worker has no room.
-            WorkerFailedError: a worker failed.
-            InvalidRequestError: a worker can never serve this request.
-            NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the prompt.
+        Also raises NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the
+        prompt.
         """
         asking = self._decode_call.admit(self._work_for(self.decode, computes=self._link is None), self._seconds)
         admitted = await answer(asking, self.decode)
         if admitted.cached_tokens < self._least_cached_tokens:
             raise NotCachedError(self.decode, admitted.cached_tokens)
-        self.record.reserve(admitted)
+        self.attempt_trace.reserve(admitted)
         self._note_prefix(self.decode, admitted.prefix_failed)
         if self.prefill is None:
             await self._decode_call.tell(worker_pb2.DecodeCommand(prefill_here=worker_pb2.PrefillHere()))
@@ -163,7 +198,7 @@ class Attempt:
         event = await answer(self._read_prefill(self._prefill_call, ADMIT_SECONDS), worker)
         if not event.HasField("opened"):
             raise out_of_turn(worker)
-        self.record.cached_tokens = event.opened.cached_tokens
+        self.attempt_trace.cached_tokens = event.opened.cached_tokens
         self._note_prefix(worker, event.opened.prefix_failed)
         if self._link is not None:
             fetch = worker_pb2.Fetch(key=event.opened.key, source=event.opened.source)
@@ -213,10 +248,6 @@ class Attempt:
         """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""
         self._decode_call.leave()
 
-    def close(self) -> None:
-        """End both calls, if they still run."""
-        self._resources.close()
-
     async def _next_of_prefill(self, call: WorkerCall) -> Event | None:
         if self._first is not None and (reason := reason_from_pb(self._first.finish_reason)):
             self._prefill_work.close()
@@ -231,7 +262,7 @@ class Attempt:
                 self._first = event.first_token
                 return Generated([token_from_pb(event.first_token.token)])
             case "filled" if self._first is not None:
-                self.record.filled = time.monotonic()
+                self.attempt_trace.filled = time.monotonic()
                 self._prefill_work.close()
                 handoff = worker_pb2.Handoff(key=event.filled.key, first_token_id=self._first.token.id)
                 await self._decode_call.tell(worker_pb2.DecodeCommand(handoff=handoff))
@@ -244,7 +275,7 @@ class Attempt:
         if isinstance(event, list):
             return Generated(event)
         if event.HasField("report"):
-            self.record.take(event.report, self.decode.member.worker_id)
+            self.attempt_trace.take(event.report, self.decode.member.worker_id)
         match event.WhichOneof("event"):
             case "tokens" if event.tokens.tokens:
                 return Generated([token_from_pb(token) for token in event.tokens.tokens])
@@ -269,7 +300,7 @@ class Attempt:
                 raise await self._decode_call.error() from None
             raise
         if event.HasField("report"):
-            self.record.take(event.report, call.worker.member.worker_id)
+            self.attempt_trace.take(event.report, call.worker.member.worker_id)
         return event
 
     @property

@@ -1,9 +1,11 @@
-"""The start of an attempt: the search for workers that admit it."""
+"""The start of an attempt: the search for workers that admit it, near the home of its prompt."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.core.config import GatewayConfig
@@ -14,16 +16,19 @@ from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.encode_router import EncodingIndex
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import NotCachedError
+from paceline.services.gateway.sequences.attempt import AnyAttempt, NotCachedError
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia
-from paceline.services.gateway.sequences.homes import Homes
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.load_control import FULL, PREMATURE
 from paceline.services.gateway.sequences.patience import Patience
+from paceline.services.gateway.sequences.progress import NobodyFound
 from paceline.services.gateway.sequences.running import RunningAttempts
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
+
+MOST_KEYS = 1 << 16
+"""Most keys to remember. The one that was used longest ago is forgotten first."""
 
 
 class AttemptStarter:
@@ -73,7 +78,7 @@ class AttemptStarter:
             UnavailableError: no worker fits the sequence, the sequence is given up, or the gateway ends.
         """
         begun = time.thread_time()
-        record = sequence.trace.tries[-1]
+        attempt_trace = sequence.trace.tries[-1]
         cached = self.cached_tokens(sequence)
         refused: frozenset[str] = frozenset()
         full = frozenset() if _was_admitted(sequence) else self._control.full_workers()
@@ -81,7 +86,7 @@ class AttemptStarter:
         while True:
             self._patience.check(sequence)
             snapshot = self._fleet.snapshot()
-            need = self._need(sequence, record, cached, refused | full)
+            need = self._need(sequence, attempt_trace, cached, refused | full)
             placement = self._place(sequence, need, snapshot)
             self._observe_search(time.thread_time() - begun)
             held = FULL if full and placement is None else ""
@@ -91,30 +96,29 @@ class AttemptStarter:
                 known = list(snapshot)
                 own = [candidate for candidate in known if need.may_go_on_with(candidate.member.weights)]
                 is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
-                sequence.is_left_behind = bool(known) and not own
-                self._note_wait(sequence, record, held, is_busy)
+                self._note_wait(sequence, attempt_trace, held, is_busy, is_left_behind=bool(known) and not own)
                 return HELD if held == PREMATURE else None
-            attempt = self._new_attempt(sequence, placement, record, deadline)
+            attempt = self._new_attempt(sequence, placement, attempt_trace, deadline)
             try:
                 await attempt.admit()
-                self._homes.put(sequence.owner, sequence.cache_key, placement.computing.host_id)
+                self._homes.put(sequence.plan.owner, sequence.plan.cache_key, placement.computing.host_id)
                 return attempt
             except NotCachedError as error:
                 self._attempts.discard(attempt)
-                record.asked = None
+                attempt_trace.asked = None
                 cached = {**cached, error.worker.member.host_id: error.cached_tokens}
             except WorkerBusyError as error:
                 self._attempts.discard(attempt)
-                record.wait_for(str(error))
+                attempt_trace.wait_for(str(error))
                 is_busy = True
                 refused |= {error.worker.member.worker_id}
             except WorkerFailedError as error:
                 self._attempts.discard(attempt)
-                record.end("failed", str(error))
+                attempt_trace.end("failed", str(error))
                 # An unreachable worker has begun nothing. However often it restarts or drains, this does not count
                 # against the sequence.
-                self._patience.note(error, sequence, record, begun=not error.unreachable)
-                record = sequence.trace.begin_attempt(record.ahead)
+                self._patience.note(error, sequence, attempt_trace, begun=not error.unreachable)
+                attempt_trace = sequence.trace.begin_attempt(attempt_trace.ahead)
                 refused |= {error.worker.member.worker_id}
             except BaseException:
                 self._attempts.discard(attempt)
@@ -129,38 +133,39 @@ class AttemptStarter:
 
     def note_prompt(self, sequence: SequenceRun) -> None:
         """Note that the first token of a sequence has come, so that the last blocks of its prompt may be cached."""
-        self._prefixes.note_end(sequence.context, sequence.kept_tokens)
+        self._prefixes.note_end(sequence.context, sequence.plan.kept_tokens(sequence.prompt))
 
     def note_end(self, sequence: SequenceRun) -> None:
         """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
         # Nobody computes the KV of the last token.
-        for length in (len(sequence.prompt_ids), len(sequence.context) - 1):
+        for length in (len(sequence.prompt.token_ids), len(sequence.context) - 1):
             self._prefixes.note_end(sequence.context, length)
 
     def fits(self, sequence: SequenceRun) -> bool:
         """Return whether the context length of a known worker is enough for a sequence."""
-        return self._fleet.max_model_len(KINDS[sequence.kind].decodes) >= sequence.context_tokens
+        return self._fleet.max_model_len(KINDS[sequence.plan.kind].decodes) >= sequence.prompt.context_tokens
 
     def _need(
-        self, sequence: SequenceRun, record: AttemptTrace, cached: Mapping[str, int], refused: frozenset[str]
+        self, sequence: SequenceRun, attempt_trace: AttemptTrace, cached: Mapping[str, int], refused: frozenset[str]
     ) -> Need:
+        plan, prompt = sequence.plan, sequence.prompt
         return Need(
-            sequence.context_tokens,
+            prompt.context_tokens,
             prompt_tokens=len(sequence.context.token_ids),
             cached=cached,
             layouts=self._prefixes.layouts(),
             refused=refused,
-            failed=sequence.failed,
-            computed_with=record.computed_with,
-            decoded_with=record.decoded_with,
-            weights=record.weights,
+            failed=sequence.progress.failed,
+            computed_with=attempt_trace.computed_with,
+            decoded_with=attempt_trace.decoded_with,
+            weights=attempt_trace.weights,
             cut=self._fleet.failed_links(),
-            home=self._homes.get(sequence.owner, sequence.cache_key),
-            local_tokens=0 if sequence.needs_scores or sequence.media else self._config.local_prefill_tokens,
+            home=self._homes.get(plan.owner, plan.cache_key),
+            local_tokens=0 if sequence.needs_scores or prompt.media else self._config.local_prefill_tokens,
         )
 
     def _place(self, sequence: SequenceRun, need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
-        kind = KINDS[sequence.kind]
+        kind = KINDS[sequence.plan.kind]
         if self._config.router_mode == "round-robin":
             return kind.place_in_turn(need, snapshot, next(self._turns))
         return kind.place(need, snapshot)
@@ -168,15 +173,19 @@ class AttemptStarter:
     def _is_premature(
         self, sequence: SequenceRun, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float
     ) -> bool:
-        if _was_admitted(sequence) or sequence.background:  # the background has a pace of its own
+        if _was_admitted(sequence) or sequence.plan.background:  # the background has a pace of its own
             return False
         return self._control.is_premature(need, placement, snapshot, waited)
 
-    def _note_wait(self, sequence: SequenceRun, record: AttemptTrace, held: str, is_busy: bool) -> None:
+    def _note_wait(
+        self, sequence: SequenceRun, attempt_trace: AttemptTrace, held: str, is_busy: bool, is_left_behind: bool
+    ) -> None:
         """Record why there is no placement.
 
         Args:
             held: why the sequence is not sent to a worker that has room; "" if there is none.
+            is_busy: whether a worker might have room later.
+            is_left_behind: whether there are workers, but none with the weights that began the answer.
             is_busy: whether a worker might have room later.
 
         Raises:
@@ -184,15 +193,16 @@ class AttemptStarter:
         """
         if not _was_admitted(sequence) and not self.fits(sequence):
             raise NoWorkerError
-        sequence.unreachable_since = None if is_busy else sequence.unreachable_since or time.monotonic()
-        fits = "has the weights that began the answer" if sequence.is_left_behind else "that can be reached fits"
-        record.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
+        sequence.advance(NobodyFound(time.monotonic(), is_busy, is_left_behind))
+        fits = "has the weights that began the answer" if is_left_behind else "that can be reached fits"
+        attempt_trace.wait_for(held or "no worker has room" if is_busy else f"no worker {fits}")
 
     def _new_attempt(
-        self, sequence: SequenceRun, placement: Placement, record: AttemptTrace, deadline: float
+        self, sequence: SequenceRun, placement: Placement, attempt_trace: AttemptTrace, deadline: float
     ) -> AnyAttempt:
-        by = self._control.first_token_by(sequence.request_class, sequence.trace.arrived, sequence.ttft_seconds)
-        attempt = KINDS[sequence.kind].attempt(
+        plan = sequence.plan
+        by = self._control.first_token_by(plan.request_class, sequence.trace.arrived, plan.ttft_seconds)
+        attempt = KINDS[plan.kind].attempt(
             self._fleet,
             placement,
             sequence.work(
@@ -202,18 +212,48 @@ class AttemptStarter:
             ),
             seconds=max(deadline - time.monotonic(), 0.1),
             stall_seconds=self._config.stall_seconds,
-            record=record,
+            attempt_trace=attempt_trace,
             media=self._media(sequence),
         )
         self._attempts.add(attempt, sequence)
         return attempt
 
     def _media(self, sequence: SequenceRun) -> AttemptMedia | None:
-        if not sequence.media:
+        if not (prompt := sequence.prompt).media:
             return None
-        inputs = {span.digest: own for span, own in zip(sequence.media, sequence.media_inputs, strict=True)}
-        return AttemptMedia(inputs, self.encodings, sequence.failed)
+        inputs = {span.digest: own for span, own in zip(prompt.media, prompt.inputs, strict=True)}
+        return AttemptMedia(inputs, self.encodings, sequence.progress.failed)
 
 
 def _was_admitted(sequence: SequenceRun) -> bool:
     return sequence.trace.admitted is not None
+
+
+class Homes:
+    """The home of each `prompt_cache_key`: the host that computed the latest prompt with it."""
+
+    def __init__(self) -> None:
+        self._hosts: OrderedDict[bytes, str] = OrderedDict()
+        """Ids of hosts by digests, because a client's keys may be long."""
+
+    def get(self, owner: str, cache_key: str) -> str:
+        """Return the id of a host; "" if the request has no key, or if the key is new.
+
+        Args:
+            owner: digest of the client's API key, because clients may choose equal names.
+            cache_key: the request's `prompt_cache_key`; "" if it has none.
+        """
+        return self._hosts.get(_digest(owner, cache_key), "") if cache_key else ""
+
+    def put(self, owner: str, cache_key: str, host_id: str) -> None:
+        """Note which host computes a prompt. Nothing happens if the request has no key."""
+        if cache_key:
+            key = _digest(owner, cache_key)
+            self._hosts[key] = host_id
+            self._hosts.move_to_end(key)
+            if len(self._hosts) > MOST_KEYS:
+                self._hosts.popitem(last=False)
+
+
+def _digest(owner: str, cache_key: str) -> bytes:
+    return hashlib.blake2b(f"{owner} {cache_key}".encode(), digest_size=16).digest()

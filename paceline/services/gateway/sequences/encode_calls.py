@@ -70,7 +70,7 @@ class EncodeCalls:
         work: the attempt's work, with the spans.
         seconds: the longest time that a call may take.
         stall_seconds: the longest silence before a worker counts as failed, in seconds.
-        record: a trace that gets the facts about each encoding.
+        attempt_trace: a trace that gets the facts about each encoding.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class EncodeCalls:
         *,
         seconds: float,
         stall_seconds: float,
-        record: AttemptTrace,
+        attempt_trace: AttemptTrace,
     ) -> None:
         self.error: Exception | None = None
         """The reason why the attempt cannot go on."""
@@ -90,7 +90,7 @@ class EncodeCalls:
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
-        self._record = record
+        self._attempt_trace = attempt_trace
         self._task: asyncio.Task[None] | None = None
 
     def start(self, reader: RemoteWorker, cached_tokens: int, on_failure: Callable[[Exception], object]) -> None:
@@ -164,7 +164,7 @@ class EncodeCalls:
                 lacking |= {member.host_id, member.worker_id}
                 continue
             encoded, moved = told
-            self._record.add_encoding(span, member, began, encoded, moved)
+            self._attempt_trace.add_encoding(span, member, began, encoded, moved)
             return
 
     def _need(

@@ -4,16 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
 
-from paceline.proto import common_pb2
+from paceline.core.telemetry import trace_headers
+from paceline.core.types import FinishReason
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.gateway.planning.plan import Kind
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.router import place, place_computing, place_computing_in_turn, place_in_turn
-from paceline.services.gateway.sequences.attempt import Attempt
-from paceline.services.gateway.sequences.compute_attempt import ComputeAttempt
+from paceline.services.gateway.sequences.attempt import AnyAttempt, Attempt, Ended, Event, scores_of
+from paceline.services.gateway.sequences.worker_call import (
+    ADMIT_SECONDS,
+    WorkerCall,
+    WorkerFailedError,
+    answer,
+    out_of_turn,
+)
 
-Kind: TypeAlias = common_pb2.WorkKind.ValueType
-AnyAttempt = Attempt | ComputeAttempt
+
+class ComputeAttempt(AnyAttempt):
+    """One attempt at work that needs no decoding. It is one call to one worker.
+
+    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ Computed
+    """
+
+    def _prepare(self, placement: Placement) -> None:
+        self._worker = worker = self._fleet.worker(placement.computing.worker_id)
+        self.decode = None if placement.decode is None else worker
+        self._resources.enter_context(self._fleet.call(worker, len(self._work.token_ids)))
+        stub = worker_pb2_grpc.ComputeStub(worker.channel)
+        call = stub.Run(self._work, timeout=self._seconds, metadata=trace_headers())
+        self._resources.callback(call.cancel)
+        self._call = WorkerCall(call, worker, None)
+
+    async def admit(self) -> None:
+        event = await answer(self._read(ADMIT_SECONDS), self._worker)
+        if not event.HasField("opened"):
+            raise out_of_turn(self._worker)
+        self.attempt_trace.cached_tokens = event.opened.cached_tokens
+        if self._encoding is not None:
+            self._encoding.start(self._worker, event.opened.cached_tokens, lambda _: self._call.cancel())
+
+    async def run(self, take: Callable[[Event], object]) -> None:
+        while True:
+            event = await self._read(self._stall_seconds)
+            match event.WhichOneof("event"):
+                case "alive":
+                    continue
+                case "prompt_logprobs":
+                    take(scores_of(event.prompt_logprobs))
+                case "computed":
+                    take(Ended(FinishReason.LENGTH))
+                    return
+                case _:
+                    raise out_of_turn(self._worker)
+
+    def leave(self) -> None:
+        """Do nothing: a draining worker finishes this work, because another one would have to repeat most of it."""
+
+    async def _read(self, seconds: float) -> worker_pb2.ComputeEvent:
+        try:
+            event: worker_pb2.ComputeEvent = await self._call.read(seconds)
+        except WorkerFailedError:
+            if self._encoding is not None and self._encoding.error is not None:
+                raise self._encoding.error from None  # it has cancelled this call
+            raise
+        if event.HasField("report"):
+            self.attempt_trace.take(event.report, self._worker.member.worker_id)
+        return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +81,7 @@ class KindOfWork:
     """A function that returns the cheapest placement."""
     place_in_turn: Callable[[Need, Iterable[Candidate], int], Placement | None]
     """A function that returns placements in rotation; its last argument is the number of the turn."""
-    attempt: type[Attempt] | type[ComputeAttempt]
+    attempt: type[AnyAttempt]
     decodes: bool
     """Whether a decode worker is needed."""
 

@@ -46,34 +46,37 @@ class LoadControl:
             deadline: when the sequence is given up, on time.monotonic().
         """
         again = sequence.trace.admitted is not None
+        plan, prompt = sequence.plan, sequence.prompt
 
         def measure() -> Demand:
-            max_tokens = sequence.sampling.max_tokens
+            max_tokens = prompt.sampling.max_tokens
             return self.control.demand(
-                request_class=sequence.request_class,
-                owner=sequence.owner,
+                request_class=plan.request_class,
+                owner=plan.owner,
                 uncached=len(sequence.context.token_ids) - max(cached().values(), default=0),
                 max_tokens=max_tokens - len(sequence.generated),
                 arrived=sequence.trace.arrived,
                 deadline=deadline,
-                fingerprint=hash((sequence.owner, sequence.cache_salt, max_tokens, tuple(sequence.prompt_ids))),
-                ttft_seconds=sequence.ttft_seconds,
-                waited=sequence.waited,
+                fingerprint=hash((plan.owner, plan.cache_salt, max_tokens, tuple(prompt.token_ids))),
+                ttft_seconds=plan.ttft_seconds,
+                waited=sequence.progress.waited,
             )
 
         return QueueClaim(
-            owner=sequence.owner,
-            weight=self.control.class_of(sequence.request_class).weight,
-            priority=sequence.priority,
-            request_class=sequence.request_class,
+            owner=plan.owner,
+            weight=self.control.class_of(plan.request_class).weight,
+            priority=plan.priority,
+            request_class=plan.request_class,
             first=again,
             patient=sequence.follows and not again,
-            background=sequence.background,
-            is_stranded=lambda: sequence.unreachable_since is not None and self._fleet.has_decode_worker,
+            background=plan.background,
+            is_stranded=lambda: sequence.progress.unreachable_since is not None and self._fleet.has_decode_worker,
             measure=measure,
         )
 
-    def hear(self, sequence: SequenceRun, worker: RemoteWorker | None, record: AttemptTrace, event: object) -> None:
+    def hear(
+        self, sequence: SequenceRun, worker: RemoteWorker | None, attempt_trace: AttemptTrace, event: object
+    ) -> None:
         """Measure an event of an attempt, after `sequence` has noted it.
 
         Args:
@@ -81,16 +84,16 @@ class LoadControl:
         """
         if not isinstance(event, Generated):
             return
-        times, now = record.token_times, time.monotonic()
-        if len(times) == 1 and record is sequence.trace.tries[0] and record.admitted is not None:
-            uncached = record.context_tokens - record.cached_tokens
-            self.control.note_first_token(now - record.admitted, uncached, now)
+        times, now = attempt_trace.token_times, time.monotonic()
+        if len(times) == 1 and attempt_trace is sequence.trace.tries[0] and attempt_trace.admitted is not None:
+            uncached = attempt_trace.context_tokens - attempt_trace.cached_tokens
+            self.control.note_first_token(now - attempt_trace.admitted, uncached, now)
         # The gap before the decode worker's first tokens is the handoff.
-        if worker is not None and len(times) > 1 + (record.prefill is not None):
+        if worker is not None and len(times) > 1 + (attempt_trace.prefill is not None):
             requests = max(worker.in_flight, worker.member.load.running)
             gap = times[-1] - times[-2]
-            self.control.note_gap(worker.member.worker_id, requests, gap, sequence.request_class, now)
+            self.control.note_gap(worker.member.worker_id, requests, gap, sequence.plan.request_class, now)
 
     def end(self, sequence: SequenceRun) -> None:
         """Measure a sequence that has ended with its whole answer."""
-        self.control.note_answer(sequence.owner, len(sequence.generated))
+        self.control.note_answer(sequence.plan.owner, len(sequence.generated))

@@ -13,6 +13,7 @@ from paceline.services.gateway.http.errors import LeavingError
 from paceline.services.gateway.sequences.attempt import Event, Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.failures import Cause, Failure
+from paceline.services.gateway.sequences.progress import AttemptFailed, AttemptQueued
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerDrainingError, WorkerFailedError
 
@@ -61,67 +62,64 @@ class Patience:
 
     def begin_attempt(self, sequence: SequenceRun) -> float:
         """Note that an attempt begins. Return the sequence's deadline."""
-        sequence.heard_before = self._heard_of_others(sequence)
+        sequence.advance(AttemptQueued(self._heard_of_others(sequence)))
         return self._deadline(sequence)
 
     def note(
-        self, error: WorkerFailedError, sequence: SequenceRun, record: AttemptTrace, *, begun: bool = True
+        self, error: WorkerFailedError, sequence: SequenceRun, attempt_trace: AttemptTrace, *, begun: bool = True
     ) -> None:
         """Record a failed attempt of a sequence.
 
         Args:
             begun: whether the attempt's workers had begun.
         """
-        worker, cause = error.worker.member.worker_id, _cause(error, begun)
+        worker, progress = error.worker.member.worker_id, sequence.progress
         failure = Failure(
-            sequence.step(record),
-            cause,
+            sequence.step(attempt_trace),
+            _cause(error, begun),
             others_ended=self._fleet.ends.any_since(
-                sequence.failed_at, others_than={*record.worker_ids, worker, sequence.failed_on}
+                progress.failed_at, others_than={*attempt_trace.worker_ids, worker, progress.failed_on}
             ),
-            others_went_on=self._sequences.count == 1 or self._heard_of_others(sequence) > sequence.heard_before,
+            others_went_on=self._sequences.count == 1 or self._heard_of_others(sequence) > progress.heard_before,
         )
-        sequence.failures = sequence.failures.after(failure)
-        sequence.last_failure = str(error)
         if error.link is not None:
-            # Placements without this link remain. At worst a decode worker computes the prompt itself.
             self._fleet.avoid_link(error.link)
-        else:
-            sequence.failed |= {worker}
         if error.unreachable:
             self._fleet.set_aside(error.worker)
-        if cause is not Cause.ELSEWHERE:
-            sequence.failed_at, sequence.failed_on = time.monotonic(), worker
+        is_of_link = error.link is not None
+        sequence.advance(AttemptFailed(time.monotonic(), failure, worker, str(error), is_of_link))
         if not self._aborted:
-            log.warning("attempt %d failed %s: %s", sequence.attempts, sequence.place(), error)
+            log.warning("attempt %d failed %s: %s", progress.attempts, sequence.place(), error)
 
     def check(self, sequence: SequenceRun) -> None:
         """Raise UnavailableError if the sequence is to be given up, and LeavingError if the gateway ends."""
         if self._aborted:
             raise LeavingError
-        reason, since, now = sequence.last_failure, sequence.unreachable_since, time.monotonic()
+        progress, now = sequence.progress, time.monotonic()
         if now >= self._deadline(sequence):
             raise self.too_late(sequence)
-        if (count := sequence.failures.count) >= self._config.max_attempts:
+        if (count := progress.failures.count) >= self._config.max_attempts:
             times = "once" if count == 1 else f"{count} times at the same step"
-            message = f"the request was given up because it failed {times}, {sequence.place()}; the last time: {reason}"
-            raise UnavailableError(message)
+            message = f"the request was given up because it failed {times}, {sequence.place()}"
+            raise UnavailableError(f"{message}; the last time: {progress.last_failure}")
         # A request that has begun waits for workers until its deadline, because they may be coming back. Workers with
         # weights that were replaced do not.
-        waits = sequence.trace.admitted is not None and not sequence.is_left_behind
+        waits = sequence.trace.admitted is not None and not progress.is_left_behind
+        since = progress.unreachable_since
         if since is not None and not waits and now >= since + self._config.queue_seconds:
             raise sequence.unreachable()
 
     def too_late(self, sequence: SequenceRun) -> UnavailableError:
         """Return the error for a sequence whose deadline has come."""
-        message, reason = f"the request took longer than {self._seconds(sequence):g} seconds", sequence.last_failure
+        message = f"the request took longer than {self._seconds(sequence):g} seconds"
+        reason = sequence.progress.last_failure
         return UnavailableError(message if not reason else f"{message}; the last failure: {reason}")
 
     def _deadline(self, sequence: SequenceRun) -> float:
         return sequence.trace.arrived + self._seconds(sequence)
 
     def _seconds(self, sequence: SequenceRun) -> float:
-        return life_seconds(self._config.request_seconds, sequence.seconds, sequence.background)
+        return life_seconds(self._config.request_seconds, sequence.plan.seconds, sequence.plan.background)
 
     def _heard_of_others(self, sequence: SequenceRun) -> int:
         return self._heard - len(sequence.generated)

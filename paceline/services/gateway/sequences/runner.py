@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from opentelemetry import trace
+from opentelemetry.trace import get_current_span
 
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.config import GatewayConfig
@@ -27,13 +27,14 @@ from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated, HandedOver
+from paceline.services.gateway.sequences.attempt import AnyAttempt, Ended, Event, Generated, HandedOver
 from paceline.services.gateway.sequences.attempt_starter import AttemptStarter
 from paceline.services.gateway.sequences.encode_calls import EncodeRefusedError
 from paceline.services.gateway.sequences.hint_sender import HintSender
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.load_control import LoadControl
 from paceline.services.gateway.sequences.patience import Patience
+from paceline.services.gateway.sequences.progress import AttemptAdmitted, EncodingRefused, WorkerLeft, WorkerWaited
 from paceline.services.gateway.sequences.running import RunningAttempts
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.traffic import TrafficBook
@@ -84,7 +85,6 @@ class SequenceRunner:
         self.starter = AttemptStarter(
             config, fleet, prefixes, self._load.control, self._patience, self._attempts, observe_search
         )
-        fleet.on_refresh = self._follow_fleet
 
     @property
     def client_sequences(self) -> int:
@@ -126,17 +126,17 @@ class SequenceRunner:
                     self.starter.note_end(sequence)
                     return
                 except WorkerDrainingError as error:
-                    attempt.record.end("failed", str(error))
-                    sequence.failed |= {error.worker.member.worker_id}
+                    attempt.attempt_trace.end("failed", str(error))
+                    sequence.advance(WorkerLeft(error.worker.member.worker_id))
                 except EncodeRefusedError as error:
-                    attempt.record.end("failed", str(error))
+                    attempt.attempt_trace.end("failed", str(error))
                     is_refused = True
                 except (WorkerFailedError, WorkerBusyError) as error:
-                    attempt.record.end("failed", str(error))
+                    attempt.attempt_trace.end("failed", str(error))
                     if isinstance(error, WorkerBusyError):
                         # A worker that admitted the attempt and then reports busy has failed.
                         error = WorkerFailedError(str(error), error.worker, unreachable=False)
-                    self._patience.note(error, sequence, attempt.record)
+                    self._patience.note(error, sequence, attempt.attempt_trace)
                 finally:
                     self._attempts.discard(attempt)
                     self.queue.wake()
@@ -149,22 +149,22 @@ class SequenceRunner:
 
     @contextlib.contextmanager
     def _counted(self, sequence: SequenceRun) -> Iterator[None]:
-        self._background += sequence.background
+        self._background += sequence.plan.background
         try:
             yield
         finally:
-            self._background -= sequence.background
+            self._background -= sequence.plan.background
 
     async def _wait_for_encoder(self, sequence: SequenceRun) -> None:
         """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
         now = time.monotonic()
-        sequence.refused_since = sequence.refused_since or now
-        if now >= sequence.refused_since + self._config.queue_seconds:
+        sequence.advance(EncodingRefused(now))
+        if now >= (sequence.progress.refused_since or now) + self._config.queue_seconds:
             message = (
                 f"the server is busy: no worker had room for an image, a video or an audio clip within "
                 f"{self._config.queue_seconds:g} seconds; try again later"
             )
-            self._count_refusal(sequence.request_class, "timeout")
+            self._count_refusal(sequence.plan.request_class, "timeout")
             raise NoRoomError(message, "timeout")
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 
@@ -177,32 +177,33 @@ class SequenceRunner:
         self._patience.hear(event)
         if isinstance(event, Generated) and not sequence.generated:
             self.starter.note_prompt(sequence)
-        fresh = sequence.note(event, attempt.record)
-        self._load.hear(sequence, attempt.decode, attempt.record, event)
+        fresh = sequence.note(event, attempt.attempt_trace)
+        self._load.hear(sequence, attempt.decode, attempt.attempt_trace, event)
         if fresh is not None:
             take(fresh)
         if isinstance(event, HandedOver):
             self.queue.wake()
 
-    def _follow_fleet(self) -> None:
+    def follow_fleet(self) -> None:
+        """Notice what has changed in the fleet, after each refresh of it."""
         self._load.control.keep(self._fleet.worker_ids())
         self._attempts.leave_draining_workers(self._fleet)
 
     async def _admit(self, sequence: SequenceRun) -> AnyAttempt:
         """Return an attempt that workers have admitted. Waits in the queue if there is no room."""
-        span = trace.get_current_span()
+        span, plan, trace = get_current_span(), sequence.plan, sequence.trace
         span.add_event("queue")
-        record = sequence.trace
-        record.begin_attempt(len(self.queue))
+        trace.begin_attempt(len(self.queue))
         deadline = self._patience.begin_attempt(sequence)
         claim = self._load.claim(sequence, lambda: self.starter.cached_tokens(sequence), deadline)
-        sequence.waited = await self.worker_wait.until_ready(
+        waited = await self.worker_wait.until_ready(
             deadline,
-            decodes=KINDS[sequence.kind].decodes,
-            request_class=sequence.request_class,
+            decodes=KINDS[plan.kind].decodes,
+            request_class=plan.request_class,
             is_ordinary=claim.is_ordinary,
-            waited=sequence.waited,
+            waited=sequence.progress.waited,
         )
+        sequence.advance(WorkerWaited(waited))
         since = time.monotonic()
         try:
             # The queue refuses an ordinary request before its deadline comes.
@@ -213,17 +214,17 @@ class SequenceRunner:
         except TimeoutError:
             raise self._patience.too_late(sequence) from None
         except BusyError as error:
-            if sequence.unreachable_since is None and self.starter.fits(sequence):
+            if sequence.progress.unreachable_since is None and self.starter.fits(sequence):
                 raise
             raise sequence.unreachable() from error
-        own = attempt.record
-        prefill, decode = own.worker_ids
-        span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": sequence.attempts})
-        if changes := own.numerics_changes:
+        attempt_trace, number = attempt.attempt_trace, sequence.progress.attempts
+        prefill, decode = attempt_trace.worker_ids
+        span.add_event("admitted", {"prefill": prefill, "decode": decode, "attempt": number})
+        if changes := attempt_trace.numerics_changes:
             span.add_event("numerics changed", changes)
             told = "; ".join(f"{step}: {change}" for step, change in changes.items())
-            log.info("attempt %d goes on with other numerics: %s", sequence.attempts, told)
-        sequence.unreachable_since = None
-        own.admitted = time.monotonic()
-        self._placements.put(sequence.request_id, *record.workers, record.attempts)
+            log.info("attempt %d goes on with other numerics: %s", number, told)
+        sequence.advance(AttemptAdmitted())
+        attempt_trace.admitted = time.monotonic()
+        self._placements.put(sequence.request_id, *trace.workers, trace.attempts)
         return attempt

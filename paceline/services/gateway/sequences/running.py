@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from paceline.core.numerics import may_differ
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.routing.candidates import Need
-from paceline.services.gateway.sequences.kinds import KINDS, AnyAttempt
+from paceline.services.gateway.sequences.attempt import AnyAttempt
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 
@@ -84,12 +85,12 @@ class RunningAttempts:
         )
         for attempt, sequence, member in draining[:room]:
             need = Need(
-                sequence.context_tokens,
+                sequence.prompt.context_tokens,
                 len(sequence.context.token_ids),
                 decoded_with=member.numerics,
                 weights=member.weights,
             )
-            place = KINDS[sequence.kind].place(need, snapshot)
+            place = KINDS[sequence.plan.kind].place(need, snapshot)
             decode = None if place is None else place.decode
             if decode is not None and not may_differ(member.numerics, decode.numerics):
                 attempt.leave()

@@ -170,7 +170,7 @@ class RequestTrace:
     arrived: float
     """When the request arrived, on time.monotonic(). `clock` is the same as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
-    records: list[SequenceTrace] = field(default_factory=list)
+    traces: list[SequenceTrace] = field(default_factory=list)
     """Traces of sequences that have begun, in the order of their beginning."""
     left_out: int = 0
     """Number of sequences whose traces were dropped at the end."""
@@ -202,23 +202,23 @@ class RequestTrace:
 
     def begin(self, index: int, prompt_tokens: int, max_tokens: int) -> SequenceTrace:
         """Record that a sequence begins. Returns its trace, which is filled in while it runs."""
-        record = SequenceTrace(index, prompt_tokens, max_tokens)
-        self.records.append(record)
-        return record
+        trace = SequenceTrace(index, prompt_tokens, max_tokens)
+        self.traces.append(trace)
+        return trace
 
     def end(self) -> None:
         """Record the end of the request. All sequences that have begun must have ended."""
-        outcomes = {record.outcome for record in self.records}
+        outcomes = {trace.outcome for trace in self.traces}
         self.ended = time.monotonic()
         if "error" in outcomes:
             self.outcome = "failed"
         elif self.is_aborted:
             self.outcome = "aborted"
         else:
-            left = outcomes & {"abort", ""} or len(self.records) < self.sequences
+            left = outcomes & {"abort", ""} or len(self.traces) < self.sequences
             self.outcome = "client gone" if left else "finished"
-        self.left_out = max(0, len(self.records) - SEQUENCES_KEPT)
-        del self.records[SEQUENCES_KEPT:]
+        self.left_out = max(0, len(self.traces) - SEQUENCES_KEPT)
+        del self.traces[SEQUENCES_KEPT:]
 
 
 def _asked(plan: Plan) -> dict[str, Any]:

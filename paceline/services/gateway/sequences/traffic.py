@@ -91,8 +91,8 @@ class TrafficBook:
         running = _Running(sequence, self._totals(sequence))
         totals = running.totals
         totals.arrivals += 1
-        totals.prompt_tokens.add(len(sequence.prompt_ids))
-        totals.media_items += len(sequence.media)
+        totals.prompt_tokens.add(len(sequence.prompt.token_ids))
+        totals.media_items += len(sequence.prompt.media)
         self._running.add(running)
         is_refused = False
         try:
@@ -132,7 +132,7 @@ class TrafficBook:
         return TrafficReport(seconds=now - self._began, classes=classes)
 
     def _totals(self, sequence: SequenceRun) -> _Totals:
-        name = sequence.request_class
+        name = sequence.plan.request_class
         if name not in self._classes and len(self._classes) < MOST_CLASSES:
             self._classes[name] = _Totals()
         return self._classes.get(name, self._classes[DEFAULT])

@@ -190,7 +190,10 @@ class DecodeCall:
         self._worker = worker
         self._link = link
         self._stall_seconds = stall_seconds
-        self._inbox = inbox = Inbox()
+        self._resources = contextlib.ExitStack()
+        # Nobody would notice a broken stream while the prompt is computed on another worker, because no task reads the
+        # inbox then.
+        self._inbox = inbox = Inbox(on_broken=self._resources.close)
         self._recipient = worker_pb2.Recipient()
         self._call: WorkerCall | None = None
         self._ending: asyncio.Task[object] | None = None
@@ -208,10 +211,8 @@ class DecodeCall:
             raise WorkerFailedError(str(error), self._worker, True) from error
         stub = worker_pb2_grpc.DecodeStub(self._worker.channel)
         call = stub.Generate(timeout=seconds, metadata=trace_headers())  # type: ignore[call-arg]  # a wrong stub
+        self._resources.callback(call.cancel)
         self._call = WorkerCall(call, self._worker, self._link)
-        # Nobody would notice a broken stream while the prompt is computed on another worker, because no task reads the
-        # inbox then.
-        self._inbox.on_broken = call.cancel
         await self.tell(worker_pb2.DecodeCommand(admit=work, recipient=self._recipient))
         event: worker_pb2.DecodeEvent = await self._call.read(patience)
         if not event.HasField("admitted"):
@@ -284,8 +285,7 @@ class DecodeCall:
         self._watch.close()
         if self._ending is not None:
             self._ending.cancel()
-        if self._call is not None:
-            self._call.cancel()
+        self._resources.close()
         self._worker.feed.leave(self._recipient)
         self._inbox.put(WorkerFailedError(f"the call to {self._worker} was cancelled", self._worker, True))
 

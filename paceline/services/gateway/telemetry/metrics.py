@@ -148,7 +148,7 @@ class Metrics:
             self._n.observe(plan.n)
             self._max_tokens.observe(prompt.sampling.max_tokens)
 
-    def observe(self, record: SequenceTrace, generated_tokens: int, outcome: str, *, background: bool = False) -> None:
+    def observe(self, trace: SequenceTrace, generated_tokens: int, outcome: str, *, background: bool = False) -> None:
         """Count a sequence that has ended.
 
         Args:
@@ -157,39 +157,39 @@ class Metrics:
         """
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
-        for ended, number in record.outcomes.items():
+        for ended, number in trace.outcomes.items():
             self._attempts.labels(self._model, ended).inc(number)
-        self._numerics_changes.inc(record.numerics_changes)
-        if record.admitted is not None:
-            self._request_prompt.observe(record.prompt_tokens)
+        self._numerics_changes.inc(trace.numerics_changes)
+        if trace.admitted is not None:
+            self._request_prompt.observe(trace.prompt_tokens)
             self._request_generation.observe(generated_tokens)
-            self._preemptions.observe(record.preemptions)
-            self._prompt_tokens.inc(record.prompt_tokens)
-            self._prefix_queries.inc(record.prompt_tokens)
-            self._prefix_hits.inc(record.cached_tokens)
+            self._preemptions.observe(trace.preemptions)
+            self._prompt_tokens.inc(trace.prompt_tokens)
+            self._prefix_queries.inc(trace.prompt_tokens)
+            self._prefix_hits.inc(trace.cached_tokens)
             self._generation_tokens.inc(generated_tokens)
         if not background:
-            self._observe_times(record, generated_tokens, now)
-            self.history.observe(record.arrived, record.token_times, now, outcome == "error")
+            self._observe_times(trace, generated_tokens, now)
+            self.history.observe(trace.arrived, trace.token_times, now, outcome == "error")
 
-    def _observe_times(self, record: SequenceTrace, generated_tokens: int, now: float) -> None:
-        self._e2e.observe(now - record.arrived)
-        if record.admitted is None:
+    def _observe_times(self, trace: SequenceTrace, generated_tokens: int, now: float) -> None:
+        self._e2e.observe(now - trace.arrived)
+        if trace.admitted is None:
             return
-        self._queue.observe(record.admitted - record.arrived)
-        self._inference.observe(now - record.admitted)
-        times = record.token_times
+        self._queue.observe(trace.admitted - trace.arrived)
+        self._inference.observe(now - trace.admitted)
+        times = trace.token_times
         if not times:
             return
-        self._ttft.observe(times[0] - record.arrived)
-        self._prefill.observe(times[0] - record.admitted)
+        self._ttft.observe(times[0] - trace.arrived)
+        self._prefill.observe(times[0] - trace.admitted)
         self._decode.observe(now - times[0])
         if generated_tokens > 1:
             self._per_token.observe((times[-1] - times[0]) / (generated_tokens - 1))
-        for gap in token_gaps(times, record.token_counts, generated_tokens):
+        for gap in token_gaps(times, trace.token_counts, generated_tokens):
             self._itl.observe(gap)
-        if record.handed_over is not None and record.attempts == 1:
-            self._handoff_time.observe(record.handed_over - times[0])
+        if trace.handed_over is not None and trace.attempts == 1:
+            self._handoff_time.observe(trace.handed_over - times[0])
             if len(times) > 1:
                 self._handoff.observe(times[1] - times[0])
 

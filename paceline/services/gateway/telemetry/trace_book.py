@@ -45,11 +45,11 @@ class TraceBook:
         trace.end()
         self.requests.end()
         self._ended.append(trace)
-        self._sequences += len(trace.records)
+        self._sequences += len(trace.traces)
         # Requests are counted, too, because a request without any sequence also takes memory.
         while self._sequences > self._kept or len(self._ended) > self._kept:
             oldest = self._ended.popleft()
-            self._sequences -= len(oldest.records)
+            self._sequences -= len(oldest.traces)
             for name in _names(oldest):
                 self._by_id[name].remove(oldest)
                 if not self._by_id[name]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.trace_facts import EncodingTrace, Gaps, WorkerName, gaps_of
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace, EncodingTrace, Gaps, WorkerName, gaps_of
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 EARLIER = 10
@@ -20,7 +19,7 @@ Clock = Callable[[float | None], float | None]
 """A function from an instant of time.monotonic() to milliseconds; None if the instant has not come yet."""
 
 
-def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
+def describe(request_trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
     """Return the JSON of a request's trace. `now` is the time on time.monotonic().
 
     Args:
@@ -28,121 +27,127 @@ def describe(trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -
     """
 
     def at(instant: float | None) -> float | None:
-        return None if instant is None else _ms(instant - trace.arrived)
+        return None if instant is None else _ms(instant - request_trace.arrived)
 
     return {
-        "request_id": trace.request_id,
-        "own_id": trace.own_id,
-        "session_id": trace.session_id or None,
+        "request_id": request_trace.request_id,
+        "own_id": request_trace.own_id,
+        "session_id": request_trace.session_id or None,
         "earlier": [each.own_id for each in earlier[:EARLIER]],
-        "state": trace.outcome or "running",
-        "arrived": trace.clock.isoformat(timespec="milliseconds"),
-        "ms": at(now if trace.ended is None else trace.ended),
-        "model": trace.model,
-        "endpoint": trace.endpoint,
-        "streamed": trace.streamed,
-        "asked": trace.asked,
-        "sequences": trace.sequences,
-        "parts": [_part(trace, record, at) for record in sorted(trace.records, key=lambda record: record.index)],
-        "parts_left_out": trace.left_out,
+        "state": request_trace.outcome or "running",
+        "arrived": request_trace.clock.isoformat(timespec="milliseconds"),
+        "ms": at(now if request_trace.ended is None else request_trace.ended),
+        "model": request_trace.model,
+        "endpoint": request_trace.endpoint,
+        "streamed": request_trace.streamed,
+        "asked": request_trace.asked,
+        "sequences": request_trace.sequences,
+        "parts": [
+            _part(request_trace, trace, at) for trace in sorted(request_trace.traces, key=lambda trace: trace.index)
+        ],
+        "parts_left_out": request_trace.left_out,
     }
 
 
-def summarize(trace: RequestTrace, now: float) -> Json:
+def summarize(request_trace: RequestTrace, now: float) -> Json:
     """Return one line about a request, for a list. `now` is the time on time.monotonic()."""
-    records = trace.records
-    first = min((times[0] for record in records if (times := record.token_times)), default=None)
-    taken = [record.workers for record in records if record.admitted is not None]
+    traces = request_trace.traces
+    first = min((times[0] for trace in traces if (times := trace.token_times)), default=None)
+    taken = [trace.workers for trace in traces if trace.admitted is not None]
     return {
-        "request_id": trace.request_id,
-        "own_id": trace.own_id,
-        "state": trace.outcome or "running",
-        "arrived": trace.clock.isoformat(timespec="milliseconds"),
-        "ms": _ms((now if trace.ended is None else trace.ended) - trace.arrived),
-        "ttft_ms": None if first is None else _ms(first - trace.arrived),
-        "model": trace.model,
-        "endpoint": trace.endpoint,
-        "streamed": trace.streamed,
-        "sequences": trace.sequences,
-        "prompt_tokens": sum(record.prompt_tokens for record in records),
-        "cached_tokens": sum(record.cached_tokens for record in records),
-        "generated_tokens": sum(attempt.tokens for record in records for attempt in record.tries),
-        "attempts": sum(record.attempts for record in records),
+        "request_id": request_trace.request_id,
+        "own_id": request_trace.own_id,
+        "state": request_trace.outcome or "running",
+        "arrived": request_trace.clock.isoformat(timespec="milliseconds"),
+        "ms": _ms((now if request_trace.ended is None else request_trace.ended) - request_trace.arrived),
+        "ttft_ms": None if first is None else _ms(first - request_trace.arrived),
+        "model": request_trace.model,
+        "endpoint": request_trace.endpoint,
+        "streamed": request_trace.streamed,
+        "sequences": request_trace.sequences,
+        "prompt_tokens": sum(trace.prompt_tokens for trace in traces),
+        "cached_tokens": sum(trace.cached_tokens for trace in traces),
+        "generated_tokens": sum(attempt_trace.tokens for trace in traces for attempt_trace in trace.tries),
+        "attempts": sum(trace.attempts for trace in traces),
         "workers": sorted({worker for pair in taken for worker in pair if worker}),
     }
 
 
-def _part(trace: RequestTrace, record: SequenceTrace, at: Clock) -> Json:
+def _part(request_trace: RequestTrace, trace: SequenceTrace, at: Clock) -> Json:
     end = {
-        "at_ms": at(record.ended),
-        "reason": record.outcome,
-        "why": record.why,
-        "generated_tokens": record.generated_tokens,
-        "attempts": record.attempts,
+        "at_ms": at(trace.ended),
+        "reason": trace.outcome,
+        "why": trace.why,
+        "generated_tokens": trace.generated_tokens,
+        "attempts": trace.attempts,
     }
     return {
-        "index": record.index,
-        "sequence_id": trace.sequence_id(record.index),
-        "began_ms": at(record.arrived),
-        "prompt_tokens": record.prompt_tokens,
-        "max_tokens": record.max_tokens,
-        "attempts": [_attempt(attempt, at) for attempt in record.tries],
-        "attempts_left_out": record.left_out,
-        "end": None if record.ended is None else end,
+        "index": trace.index,
+        "sequence_id": request_trace.sequence_id(trace.index),
+        "began_ms": at(trace.arrived),
+        "prompt_tokens": trace.prompt_tokens,
+        "max_tokens": trace.max_tokens,
+        "attempts": [_attempt(attempt_trace, at) for attempt_trace in trace.tries],
+        "attempts_left_out": trace.left_out,
+        "end": None if trace.ended is None else end,
     }
 
 
-def _attempt(attempt: AttemptTrace, at: Clock) -> Json:
+def _attempt(attempt_trace: AttemptTrace, at: Clock) -> Json:
     return {
-        "attempt": attempt.number,
+        "attempt": attempt_trace.number,
         "queue": {
-            "began_ms": at(attempt.queued),
-            "ms": None if attempt.asked is None else _ms(attempt.asked - attempt.queued),
-            "ahead": attempt.ahead,
-            "waited_for": dict(attempt.waited_for),
+            "began_ms": at(attempt_trace.queued),
+            "ms": None if attempt_trace.asked is None else _ms(attempt_trace.asked - attempt_trace.queued),
+            "ahead": attempt_trace.ahead,
+            "waited_for": dict(attempt_trace.waited_for),
         },
-        "asked": _asked(attempt, at),
-        "admission": _admission(attempt, at),
-        "encodings": [_encoding(encoding, at) for encoding in attempt.encodings],
-        "encodings_left_out": attempt.encodings_left_out,
-        "prefill": _prefill(attempt, at),
-        "first_token_ms": at(attempt.token_times[0] if attempt.token_times else None),
-        "handoff": _handoff(attempt, at),
-        "decode": _decode(attempt, at),
-        "ended_ms": at(attempt.ended),
-        "outcome": attempt.outcome or None,
-        "failure": _failure(attempt, at),
+        "asked": _asked(attempt_trace, at),
+        "admission": _admission(attempt_trace, at),
+        "encodings": [_encoding(encoding, at) for encoding in attempt_trace.encodings],
+        "encodings_left_out": attempt_trace.encodings_left_out,
+        "prefill": _prefill(attempt_trace, at),
+        "first_token_ms": at(attempt_trace.token_times[0] if attempt_trace.token_times else None),
+        "handoff": _handoff(attempt_trace, at),
+        "decode": _decode(attempt_trace, at),
+        "ended_ms": at(attempt_trace.ended),
+        "outcome": attempt_trace.outcome or None,
+        "failure": _failure(attempt_trace, at),
     }
 
 
-def _asked(attempt: AttemptTrace, at: Clock) -> Json | None:
+def _asked(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
     """Return None while the attempt waits for workers that have room."""
-    if attempt.asked is None:
-        return None
-    return {"at_ms": at(attempt.asked), "decode": _place(attempt.decode), "prefill": _place(attempt.prefill)}
-
-
-def _failure(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """Return None unless the attempt has failed or was cancelled."""
-    if attempt.outcome in ("", "finished"):
-        return None
-    return {"at_ms": at(attempt.ended), "reason": attempt.failure}
-
-
-def _admission(attempt: AttemptTrace, at: Clock) -> Json | None:
-    """Return None until workers have admitted the attempt."""
-    if attempt.admitted is None:
+    if attempt_trace.asked is None:
         return None
     return {
-        "asked_ms": at(attempt.asked),
-        "at_ms": at(attempt.admitted),
-        "decode": _place(attempt.decode),
-        "prefill": _place(attempt.prefill),
-        "context_tokens": attempt.context_tokens,
-        "cached_tokens": attempt.cached_tokens,
-        "blocks": attempt.blocks,
-        "cached_blocks": attempt.cached_blocks,
-        "numerics_changes": attempt.numerics_changes,
+        "at_ms": at(attempt_trace.asked),
+        "decode": _place(attempt_trace.decode),
+        "prefill": _place(attempt_trace.prefill),
+    }
+
+
+def _failure(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
+    """Return None unless the attempt has failed or was cancelled."""
+    if attempt_trace.outcome in ("", "finished"):
+        return None
+    return {"at_ms": at(attempt_trace.ended), "reason": attempt_trace.failure}
+
+
+def _admission(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
+    """Return None until workers have admitted the attempt."""
+    if attempt_trace.admitted is None:
+        return None
+    return {
+        "asked_ms": at(attempt_trace.asked),
+        "at_ms": at(attempt_trace.admitted),
+        "decode": _place(attempt_trace.decode),
+        "prefill": _place(attempt_trace.prefill),
+        "context_tokens": attempt_trace.context_tokens,
+        "cached_tokens": attempt_trace.cached_tokens,
+        "blocks": attempt_trace.blocks,
+        "cached_blocks": attempt_trace.cached_blocks,
+        "numerics_changes": attempt_trace.numerics_changes,
     }
 
 
@@ -161,14 +166,14 @@ def _encoding(encoding: EncodingTrace, at: Clock) -> Json:
     }
 
 
-def _prefill(attempt: AttemptTrace, at: Clock) -> Json | None:
+def _prefill(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
     """Describe the steps that computed the context, on either worker. Returns None if no step was reported."""
-    chunks = attempt.chunks
+    chunks = attempt_trace.chunks
     if not chunks.count:
         return None
     return {
         # A short step may have begun before the gateway learned that the attempt was admitted.
-        "began_ms": at(max(chunks.began, attempt.admitted or 0.0)),
+        "began_ms": at(max(chunks.began, attempt_trace.admitted or 0.0)),
         "ended_ms": at(chunks.ended),
         "tokens": chunks.tokens,
         "steps": chunks.count,
@@ -187,35 +192,35 @@ def _prefill(attempt: AttemptTrace, at: Clock) -> Json | None:
     }
 
 
-def _handoff(attempt: AttemptTrace, at: Clock) -> Json | None:
+def _handoff(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
     """Return None until the prefill worker has filled the blocks, and if there is no prefill worker."""
-    if attempt.filled is None:
+    if attempt_trace.filled is None:
         return None
-    adopted = attempt.adopted
-    described: Json = {"filled_ms": at(attempt.filled), "told_ms": at(attempt.handed_over)}
-    if adopted is None or attempt.handed_over is None:
+    adopted = attempt_trace.adopted
+    described: Json = {"filled_ms": at(attempt_trace.filled), "told_ms": at(attempt_trace.handed_over)}
+    if adopted is None or attempt_trace.handed_over is None:
         return described | {"adopted_ms": None, "ms": None, "blocks": None, "bytes_moved": None, "path": None}
     # The worker's clock differs from ours, so it reports a duration.
-    done = attempt.handed_over + adopted.adopt_ms / 1000
+    done = attempt_trace.handed_over + adopted.adopt_ms / 1000
     return described | {
         "adopted_ms": at(done),
-        "ms": _ms(done - attempt.filled),
+        "ms": _ms(done - attempt_trace.filled),
         "blocks": adopted.blocks,
         "bytes_moved": adopted.bytes_moved,
         "path": adopted.path,
     }
 
 
-def _decode(attempt: AttemptTrace, at: Clock) -> Json | None:
+def _decode(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
     """Return None until the decode worker has sent a token. Steps and drafts are counts of its last report."""
-    times, effort = attempt.decode_times, attempt.effort
+    times, effort = attempt_trace.decode_times, attempt_trace.effort
     if not times:
         return None
     return {
         "first_token_ms": at(times[0]),
         "last_token_ms": at(times[-1]),
-        "tokens": attempt.decode_tokens,
-        "between_tokens": _gaps(attempt.gaps or gaps_of(times)),
+        "tokens": attempt_trace.decode_tokens,
+        "between_tokens": _gaps(attempt_trace.gaps or gaps_of(times)),
         "steps": None if effort is None else effort.steps,
         "drafts": None if effort is None else effort.drafts,
         "draft_tokens": None if effort is None else effort.draft_tokens,

@@ -109,8 +109,8 @@ class TraceRecorder:
             "input_length": trace.prompt_tokens,
             "output_length": len(sequence.generated),
             "block_tokens": BASE_TOKENS,
-            "class": sequence.request_class,
-            "priority": sequence.priority,
+            "class": sequence.plan.request_class,
+            "priority": sequence.plan.priority,
             "outcome": outcome,
             "cached_tokens": trace.cached_tokens,
             "ttft_ms": _ms(times[0] - arrived) if times else None,
@@ -119,7 +119,7 @@ class TraceRecorder:
         # The gateway has computed most links already. They must be read here, because the event loop may add to them.
         links = tuple(sequence.context.links(next(iter(self._layouts().values()), "")))
         try:
-            self._waiting.put_nowait(Ending(fields, links, session, sequence.owner))
+            self._waiting.put_nowait(Ending(fields, links, session, sequence.plan.owner))
         except queue.Full:
             self.dropped += 1
 

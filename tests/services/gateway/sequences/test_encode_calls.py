@@ -23,10 +23,10 @@ from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia, EncodeCalls
 from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
 from tests.services.gateway.toy_calls import ADMISSION, Call
+from tests.services.gateway.toy_plans import toy_sequence
 from tests.services.gateway.toy_workers import ToyWorker
 
 ROWS = 4
@@ -57,14 +57,14 @@ class Request:
             MediaSpan(gap + index * (gap + ROWS), ROWS, own.digest, own.kind) for index, own in enumerate(self.inputs)
         ]
         scores = 0 if kind == common_pb2.WORK_KIND_SCORE else None
-        self.sequence = SequenceRun(
+        self.sequence = toy_sequence(
+            [1] * (len(images) * (gap + ROWS) + 1),
+            SamplingParams(max_tokens=9, prompt_logprobs=scores),
             request_id=name,
-            prompt_ids=[1] * (len(images) * (gap + ROWS) + 1),
-            sampling=SamplingParams(max_tokens=9, prompt_logprobs=scores),
             cache_salt=salt,
             media=tuple(spans),
-            media_inputs=tuple(self.inputs),
-            kind=kind,  # type: ignore[arg-type]
+            inputs=tuple(self.inputs),
+            kind=kind,
         )
         self.events: list[Event] = []
         self.task = asyncio.create_task(self._run(runner))
@@ -145,7 +145,7 @@ async def test_who_refuses_to_encode_is_left_out(cluster: Cluster) -> None:
     assert len(await request.task) == 9
     assert encode.outcomes() == ["refused"]
     assert len(encodings(prefill)) == 1
-    assert request.sequence.attempts == 1
+    assert request.sequence.progress.attempts == 1
 
 
 async def test_a_full_encoder_costs_a_pause_and_no_attempt(cluster: Cluster) -> None:
@@ -155,8 +155,8 @@ async def test_a_full_encoder_costs_a_pause_and_no_attempt(cluster: Cluster) -> 
     await eventually(lambda: len(encodings(prefill)) == 2)
     prefill.max_seqs = 2
     assert len(await request.task) == 9
-    assert (request.sequence.failures.count, request.sequence.failed) == (0, frozenset())
-    assert request.sequence.refused_since is None
+    assert (request.sequence.progress.failures.count, request.sequence.progress.failed) == (0, frozenset())
+    assert request.sequence.progress.refused_since is None
 
 
 async def test_encoders_that_stay_full_end_the_request(cluster: Cluster) -> None:
@@ -172,7 +172,7 @@ def calls_for(cluster: Cluster, inputs: dict[bytes, MediaInput], stall_seconds: 
     work = common_pb2.Work(media=[span_to_pb(MediaSpan(0, ROWS, image(1).digest, MediaKind.IMAGE))])
     media = AttemptMedia(inputs, EncodingIndex(PrefixIndex()))
     return EncodeCalls(
-        cluster.fleet, media, work, seconds=PATIENCE, stall_seconds=stall_seconds, record=AttemptTrace(ahead=0)
+        cluster.fleet, media, work, seconds=PATIENCE, stall_seconds=stall_seconds, attempt_trace=AttemptTrace(ahead=0)
     )
 
 
@@ -234,7 +234,7 @@ async def test_an_encode_worker_that_is_gone_costs_no_attempt(cluster: Cluster) 
     request = Request(runner_of(cluster), [1])
     assert len(await request.task) == 9
     assert len(encodings(prefill)) == 1
-    assert request.sequence.attempts == 1
+    assert request.sequence.progress.attempts == 1
 
 
 async def test_an_encoder_that_fails_costs_an_attempt_and_another_one_goes_on(cluster: Cluster) -> None:
@@ -243,7 +243,7 @@ async def test_an_encoder_that_fails_costs_an_attempt_and_another_one_goes_on(cl
     encode.fails_to_encode = True
     request = Request(runner_of(cluster), [1, 2])
     assert len(await request.task) == 9
-    assert request.sequence.failures.count == 1
+    assert request.sequence.progress.failures.count == 1
     assert "encode worker e has ended" in request.sequence.trace.tries[0].failure
     assert sorted(call.work.key.attempt for call in encodings(prefill)) == [2, 2]
     assert decode.active == 0
@@ -256,7 +256,7 @@ async def test_a_transfer_that_fails_is_the_fault_of_the_link(cluster: Cluster) 
     prefill.loses_transfers = True
     request = Request(runner_of(cluster), [1])
     assert len(await request.task) == 9
-    assert request.sequence.failures.count == 0
+    assert request.sequence.progress.failures.count == 0
     assert (len(encodings(far)), len(encodings(prefill))) == (1, 1)
     assert cluster.fleet.failed_links() == {("far", "host")}
 
@@ -293,7 +293,7 @@ async def test_requests_with_the_same_image_share_its_computation(cluster: Clust
         assert len(await request.task) == 9
     (busy,) = [encoder for encoder in encoders if encoder.calls]
     assert sum(call.work.HasField("media_input") for call in busy.calls) < len(busy.calls)
-    assert runner.starter.encodings.workers(requests[0].sequence.media[0], "") == frozenset()
+    assert runner.starter.encodings.workers(requests[0].sequence.prompt.media[0], "") == frozenset()
 
 
 async def test_who_leaves_ends_all_calls(cluster: Cluster) -> None:

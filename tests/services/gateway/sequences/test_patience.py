@@ -19,9 +19,10 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.patience import Patience
-from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.progress import NobodyFound
 from paceline.services.gateway.sequences.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import Cluster
+from tests.services.gateway.toy_plans import toy_sequence
 
 OTHERS = Generated([Token(1)])
 
@@ -31,32 +32,32 @@ class Trouble:
 
     def __init__(self, fleet: Fleet) -> None:
         self.worker = RemoteWorker(Member("d", "decode", 1, "127.0.0.1:1", "host"), Credentials())
-        self.sequence = SequenceRun(request_id="r", prompt_ids=[1, 2], sampling=SamplingParams(max_tokens=9))
+        self.sequence = toy_sequence([1, 2], SamplingParams(max_tokens=99))
         self.sequences = InUse()
         self.patience = Patience(GatewayConfig(max_attempts=3, request_seconds=50.0), fleet, self.sequences)
         self._attempt(4)
 
     def _attempt(self, tokens: int) -> AttemptTrace:
-        record = AttemptTrace(admitted=time.monotonic())
-        self.sequence.trace.tries.append(record)
+        attempt_trace = AttemptTrace(admitted=time.monotonic())
+        self.sequence.trace.tries.append(attempt_trace)
         self.sequence.work("")
         self.patience.begin_attempt(self.sequence)
         if tokens:
             event = Generated([Token(7)] * tokens)
             self.patience.hear(event)
-            self.sequence.note(event, record)
-        return record
+            self.sequence.note(event, attempt_trace)
+        return attempt_trace
 
     def fail(
         self, unreachable: bool = True, others: bool = True, alone: bool = False, tokens: int = 0, begun: bool = True
     ) -> None:
         """Run an attempt that ends with a failure. `others` says whether other sequences get on meanwhile."""
-        record = self._attempt(tokens)
+        attempt_trace = self._attempt(tokens)
         if others:
             self.patience.hear(OTHERS)
         error = WorkerFailedError("decode worker d has ended", self.worker, unreachable)
         self.sequences.count = 1 if alone else 2
-        self.patience.note(error, self.sequence, record, begun=begun)
+        self.patience.note(error, self.sequence, attempt_trace, begun=begun)
         self.worker.set_aside = False  # it is back
 
     def is_given_up(self) -> bool:
@@ -105,7 +106,6 @@ async def test_a_request_that_is_alone_explains_nothing(trouble: Trouble) -> Non
 
 
 async def test_progress_begins_a_new_count(trouble: Trouble) -> None:
-    trouble.sequence.sampling = dataclasses.replace(trouble.sequence.sampling, max_tokens=99)
     for _ in range(9):
         trouble.fail(tokens=2)
     assert not trouble.is_given_up()
@@ -128,7 +128,7 @@ async def test_what_had_not_begun_or_drains_counts_never(trouble: Trouble) -> No
 
 
 async def test_a_request_that_has_begun_waits_until_its_deadline(trouble: Trouble) -> None:
-    trouble.sequence.unreachable_since = time.monotonic() - 1000
+    trouble.sequence.advance(NobodyFound(time.monotonic() - 1000, is_busy=False, is_left_behind=False))
     assert not trouble.is_given_up()
     trouble.fail()
     trouble.sequence.trace.arrived -= 60

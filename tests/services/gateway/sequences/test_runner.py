@@ -9,7 +9,7 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.core.context import Context
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.core.types import FinishReason, SamplingParams
+from paceline.core.types import FinishReason
 from paceline.services.gateway.queueing import admission_queue
 from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
@@ -17,6 +17,7 @@ from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
 from paceline.services.gateway.sequences.runner import SequenceRunner
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually
+from tests.services.gateway.toy_plans import toy_sequence
 
 BROKEN = UnavailableError("kvtransfer does not answer")
 
@@ -31,9 +32,7 @@ class Request:
 
     def __init__(self, runner: SequenceRunner, request_id: str = "r", follows: bool = False) -> None:
         self.events: list[Event] = []
-        request = SequenceRun(
-            request_id=request_id, prompt_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=9), follows=follows
-        )
+        request = toy_sequence(request_id=request_id, index=int(follows))
         self.task = asyncio.create_task(self._run(runner, request))
 
     async def _run(self, runner: SequenceRunner, request: SequenceRun) -> Event:
@@ -84,8 +83,7 @@ async def test_a_patient_request_waits_longer_than_the_others_for_full_workers(c
 async def test_what_a_request_has_waited_before_counts_against_its_limit(cluster: Cluster, is_full: bool) -> None:
     if is_full:
         await cluster.add("d", max_seqs=0)
-    sampling = SamplingParams(max_tokens=9)
-    sequence = SequenceRun(request_id="r", prompt_ids=[1, 2, 3], sampling=sampling, waited=1000.0)
+    sequence = toy_sequence(waited=1000.0)
     error, message = (BusyError, "no worker had room") if is_full else (UnavailableError, "no worker was ready")
     async with asyncio.timeout(PATIENCE):
         with pytest.raises(error, match=f"{message} within 1000 seconds"):
@@ -98,7 +96,7 @@ async def test_the_end_of_a_prompt_is_known_with_its_first_token(cluster: Cluste
     config = GatewayConfig(stall_seconds=PATIENCE)
     runner = SequenceRunner(config, cluster.fleet, PlacementLog(cluster.redis, cluster.name), prefixes)
     prompt, events = list(range(40)), list[Event]()
-    sequence = SequenceRun(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=9), dropped_tokens=2)
+    sequence = toy_sequence(prompt, dropped_tokens=2)
     running = asyncio.create_task(runner.run(sequence, events.append))
     await eventually(lambda: any(isinstance(event, Generated) for event in events))
     assert prefixes.ends(Context([*prompt[:38], *prompt])) == [38]

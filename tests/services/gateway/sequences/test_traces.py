@@ -345,4 +345,4 @@ def test_a_request_of_very_many_sequences_is_cut() -> None:
     book = TraceBook()
     many = request("many", sequences=SEQUENCES_KEPT + 7)
     run(book, many)
-    assert (len(many.records), many.left_out, many.outcome) == (SEQUENCES_KEPT, 7, "finished")
+    assert (len(many.traces), many.left_out, many.outcome) == (SEQUENCES_KEPT, 7, "finished")

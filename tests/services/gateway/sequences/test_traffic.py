@@ -8,25 +8,24 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import BusyError
-from paceline.core.types import SamplingParams
+from paceline.core.types import SamplingParams, Token
 from paceline.proto.fleet_pb2 import ClassTraffic
 from paceline.services.common.distributions import distribution_from_pb
+from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.traffic import MOST_CLASSES, TrafficBook
+from tests.services.gateway.toy_plans import toy_sequence
 
 
 def sequence(prompt: int = 3, request_class: str = "default", **facts: Any) -> SequenceRun:
-    ids = list(range(prompt))
-    return SequenceRun(
-        request_id="r", prompt_ids=ids, sampling=SamplingParams(max_tokens=8), request_class=request_class, **facts
-    )
+    return toy_sequence(range(prompt), SamplingParams(max_tokens=8), request_class=request_class, **facts)
 
 
 def admitted(run: SequenceRun, *token_times: float) -> AttemptTrace:
-    record = AttemptTrace(admitted=time.monotonic(), token_times=list(token_times))
-    run.trace.tries.append(record)
-    return record
+    attempt_trace = AttemptTrace(admitted=time.monotonic(), token_times=list(token_times))
+    run.trace.tries.append(attempt_trace)
+    return attempt_trace
 
 
 def default(book: TrafficBook) -> ClassTraffic:
@@ -38,13 +37,13 @@ def test_latencies_count_while_the_answer_comes_and_once_each() -> None:
     start = run.trace.arrived
     with book.counted(run):
         assert (default(book).arrivals, default(book).waiting) == (1, 1)
-        record = admitted(run, start + 1.0, start + 1.1)
+        attempt_trace = admitted(run, start + 1.0, start + 1.1)
         for _ in range(2):
             found = default(book)
             assert (distribution_from_pb(found.ttft).count, distribution_from_pb(found.itl).count) == (1, 1)
-        record.token_times.append(start + 1.2)
+        attempt_trace.token_times.append(start + 1.2)
         assert default(book).waiting == 0
-        run.generated += [1, 2, 3]
+        run.note(Generated([Token(1), Token(2), Token(3)]), AttemptTrace())
     found = default(book)
     assert distribution_from_pb(found.itl).count == 2
     assert 0.95 < distribution_from_pb(found.ttft).percentile(0.5) < 1.05

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.types import SamplingParams
+from paceline.core.types import Token
 from paceline.services.common.secret import Secret
+from paceline.services.gateway.sequences.attempt import Generated
+from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
+from tests.services.gateway.toy_plans import toy_sequence
 
 SECRET = Secret("a-secret-of-a-cluster")
 SIZE = 1 << 20
@@ -28,10 +31,9 @@ def recorder(path: Path, size: int = SIZE, secret: Secret = SECRET) -> TraceReco
 
 
 def sequence(prompt: list[int], answer: list[int] | None = None) -> SequenceRun:
-    run = SequenceRun(request_id="r", prompt_ids=prompt, sampling=SamplingParams(max_tokens=9), request_class="chat")
+    run = toy_sequence(prompt, request_class="chat")
     run.trace.prompt_tokens = len(prompt)
-    run.generated = list(answer or [])
-    run.context.token_ids += run.generated
+    run.note(Generated([Token(token_id) for token_id in answer or ()]), AttemptTrace())
     return run
 
 
