@@ -20,8 +20,7 @@ from paceline.services.gateway.api.console.routes import add_console
 from paceline.services.gateway.api.messages.bodies import MessageError, MessageEvent
 from paceline.services.gateway.api.messages.routes import add_messages
 from paceline.services.gateway.api.openai.bodies import ChatChunk, CompletionChunk
-from paceline.services.gateway.api.openai.chat_batch import add_chat_batch
-from paceline.services.gateway.api.openai.routes import add_openai
+from paceline.services.gateway.api.openai.routes import add_chat_batch, add_openai
 from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling

@@ -20,7 +20,7 @@ from paceline.services.gateway.http.request_scope import RequestScope
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import name_client_field
 from paceline.services.gateway.planning.cache_hints import OPEN_CALL, hints_after
-from paceline.services.gateway.planning.media_prompt import media_tokens
+from paceline.services.gateway.planning.chat_prompt import media_tokens
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.sequences.attempt import Event
 from paceline.services.gateway.sequences.sequence import SequenceRun
