@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 
 from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
-from paceline.services.common.cancellation import own_cancellation
+from paceline.services.common.tasks import own_cancellation
 from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
 from paceline.services.gateway.api.resume import StreamIds
 from paceline.services.gateway.fleet.event_feed import Mailbox

@@ -11,7 +11,7 @@ import grpc.aio
 from paceline.core.errors import UnavailableError
 from paceline.proto.kvtransfer_pb2 import LedgerReply, LedgerRequest
 from paceline.proto.kvtransfer_pb2_grpc import KVTransferStub
-from paceline.services.common.cancellation import is_cancelled
+from paceline.services.common.tasks import is_cancelled
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.telemetry.history import Counters, Levels, Service
 from paceline.services.gateway.telemetry.metrics import figures
