@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from paceline.services.gateway.http.access.decisions import DECISIONS
+from paceline.services.gateway.http.paths import DECISIONS
 
 Json = dict[str, Any]
 

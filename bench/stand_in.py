@@ -26,12 +26,12 @@ from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import Credentials
-from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import InUse
+from paceline.services.common.wire import load_to_pb
 from paceline.services.decode.outbox import Outbox, Outboxes
 
 CHUNK = 512

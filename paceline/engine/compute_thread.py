@@ -11,12 +11,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import Turns
-from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
 from paceline.engine.step import Step, StepResult
+from paceline.kernels.encoding import Between
 
 PLAN_SECONDS = 0.003
 """Time before this worker's turn at which planning of the next step begins. If planning takes longer, the turn of other
@@ -28,6 +29,24 @@ STEP_SECONDS = Family(
     "busy: computing steps; encode: computing encodings; bubble: idle although there was work; yielded: idle while "
     "other workers had their turn; plan and output: work of the host thread at the same time",
 )
+
+
+class EncodingStoppedError(Exception):
+    """The engine stops, so the encoder must not go on. Raised by `Between`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodeJob:
+    """The work of an encoder for one input.
+
+    Args:
+        run: encodes the input and stores the result. It is called on the compute thread, with a function to call
+            between pieces of some milliseconds.
+        on_end: called on the compute thread when `run` has returned, or with the error that it has raised.
+    """
+
+    run: Callable[[Between], None]
+    on_end: Callable[[Exception | None], None]
 
 
 class Runner(Protocol):

@@ -33,9 +33,8 @@ from paceline.core.turns import Turns
 from paceline.core.types import Key
 from paceline.engine.background import BackgroundTurns
 from paceline.engine.compute_pool import CopyBatch
-from paceline.engine.compute_thread import STEP_SECONDS, ComputeThread, Launch, Runner
+from paceline.engine.compute_thread import STEP_SECONDS, ComputeThread, EncodeJob, Launch, Runner
 from paceline.engine.copier import Copier
-from paceline.engine.encode_job import EncodeJob
 from paceline.engine.pool_directory import PeerPools
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler

@@ -1,14 +1,18 @@
-"""Counters of a scheduler."""
+"""Counters of a scheduler, and the log of its newest steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from paceline.core.metrics import CountHistogram, Family, Histogram, Sample, counted, samples_of
 from paceline.core.step_loads import StepLoads
+from paceline.core.step_record import StepRecord
 from paceline.engine.step import Step, StepResult
-from paceline.engine.step_log import StepLog
+
+KEPT = 4096
+"""Number of steps that are kept: a minute's steps if each takes 15 ms."""
 
 DRAFTS = Family("spec_decode_num_drafts", "Times that drafts of a request were verified")
 DRAFT_TOKENS = Family("spec_decode_num_draft_tokens", "Draft tokens that were verified")
@@ -29,6 +33,41 @@ ITERATION_BOUNDS = (1, *(8 * 2**power for power in range(12)))
 """Bounds of the buckets of ITERATION_TOKENS."""
 MEASURED_TOKENS = 128
 """The speed of prefill is measured in steps with at least this many prompt tokens."""
+
+
+class StepLog:
+    """A ring of the newest steps. One thread notes steps; any thread may read.
+
+    Args:
+        kept: largest number of steps that are kept.
+    """
+
+    def __init__(self, kept: int = KEPT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._ring: list[StepRecord | None] = [None] * kept
+        self._noted = 0
+        self._clock = clock
+
+    def note(self, step: Step, result: StepResult) -> None:
+        """Note a step that was computed. It must be cheap, because the next step may wait for it."""
+        prompt_tokens = prompt_pairs = sequences = drafts = context_tokens = 0
+        for chunk, own in zip(step.chunks, result.chunks, strict=True):
+            start, length = chunk.start, chunk.length
+            if not chunk.follows:
+                prompt_tokens += length
+                prompt_pairs += length * start + length * (length + 1) // 2
+            elif own.tokens:  # otherwise the context has ended, and nothing is computed
+                sequences += 1
+                drafts += own.drafted
+                context_tokens += start + length
+        what = prompt_tokens, prompt_pairs, sequences, drafts, context_tokens
+        number = self._noted
+        self._ring[number % len(self._ring)] = StepRecord(number, self._clock(), result.seconds, *what)
+        self._noted = number + 1
+
+    def newest(self, most: int) -> list[StepRecord]:
+        """Return at most `most` of the newest steps, in order."""
+        known = sorted(record for record in self._ring.copy() if record is not None)
+        return known[-most:] if most > 0 else []
 
 
 @dataclass(slots=True)

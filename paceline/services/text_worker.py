@@ -16,10 +16,19 @@ from paceline.services.common.registry import Role
 from paceline.services.decode.event_socket import EventConnection
 from paceline.services.decode.service import DecodeService
 from paceline.services.prefill.service import PrefillService
+from paceline.services.worker.compute import ComputeService, handlers_of
+from paceline.services.worker.maintenance import MaintenanceService
 from paceline.services.worker.make_worker import make_worker
-from paceline.services.worker.shared_services import add_shared_services
+from paceline.services.worker.request_media import WorkerMedia
 from paceline.services.worker.worker import Worker
 from paceline.services.worker.worker_process import run_worker
+
+
+def add_shared_services(server: grpc.aio.Server, worker: Worker) -> None:
+    """Add `Compute`, `Maintenance` and `Media` to the server."""
+    worker_pb2_grpc.add_ComputeServicer_to_server(ComputeService(worker, handlers_of(worker)), server)
+    worker_pb2_grpc.add_MaintenanceServicer_to_server(MaintenanceService(worker), server)
+    worker_pb2_grpc.add_MediaServicer_to_server(WorkerMedia(worker.media), server)
 
 
 async def run(config: WorkerConfig, role: Role) -> None:

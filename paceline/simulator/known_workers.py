@@ -7,7 +7,7 @@ from functools import partial
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
-from paceline.services.gateway.fleet.worker_calls import RECENT_SECONDS, WorkerCalls
+from paceline.services.gateway.fleet.remote_worker import RECENT_SECONDS, WorkerCalls
 from paceline.services.gateway.routing.candidate_table import CandidateTable
 from paceline.simulator.events import Events
 from paceline.simulator.worker import SimulatedWorker

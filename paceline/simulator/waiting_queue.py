@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.http.errors import NoRoomError, Reason
 from paceline.services.gateway.queueing.admission_queue import IDLE_SECONDS, POLL_SECONDS
 from paceline.services.gateway.queueing.claim import QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn

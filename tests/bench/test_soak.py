@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bench.soak import Life, Reading
 from bench.soak_calls import CALLS, INSIDE, LEFT_OUT, WEIGHTS, missing_routes
-from paceline.services.gateway.http.access.decisions import DECISIONS
+from paceline.services.gateway.http.paths import DECISIONS
 
 
 def test_each_route_has_a_request() -> None:

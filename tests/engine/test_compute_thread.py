@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from paceline.core.turns import PAGE_BYTES, DecodeTurns, Turns
-from paceline.engine.compute_thread import ComputeThread, Launch
-from paceline.engine.encode_job import EncodeJob, EncodingStoppedError
+from paceline.engine.compute_thread import ComputeThread, EncodeJob, EncodingStoppedError, Launch
 from paceline.engine.step import Step, StepResult
 from paceline.kernels.encoding import Between
 

@@ -18,7 +18,7 @@ from paceline.cli.services import SERVICES
 from paceline.core.config import GatewayConfig, ServiceConfig, model_configs
 from paceline.core.config_source import load_config
 from paceline.core.options import parse_bytes
-from paceline.services.gateway.http.access.decisions import Access, decision_for
+from paceline.services.gateway.http.paths import Access, decision_for
 from paceline.services.gateway.main import LAST_WORDS_SECONDS
 from paceline.services.platforms.kubernetes import PODS
 from paceline.services.platforms.kubernetes_pods import ROLE_LABEL

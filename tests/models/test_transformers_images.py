@@ -16,7 +16,7 @@ from paceline.core.media import MediaKind
 from paceline.kernels import select_kernels
 from paceline.models.config import encoding_size, has_native_encoders
 from paceline.models.loader import load_encoders
-from paceline.services.gateway.planning.media.expansion import TokenRun
+from paceline.services.gateway.planning.media.items import TokenRun
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.tiny_checkpoints import write_llava
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 from paceline.core.media import MediaKind, MediaSpan
 from paceline.services.gateway.planning.media import video_decoder
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
+from paceline.services.gateway.planning.media.items import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.base import SAMPLING_RATE, Processor
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt

@@ -1,6 +1,5 @@
 """Options of all services: one class for each service. Each field is a flag and a key of the TOML file."""
 
-from paceline.core.config.checks import check_http, check_model_code, check_step_size, has_pools
 from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.kvtransfer import KVTransferConfig
 from paceline.core.config.models import model_configs, own_options
@@ -19,6 +18,10 @@ from paceline.core.config.service import (
     ServiceConfig,
     TransportChoice,
     WeightForm,
+    check_http,
+    check_model_code,
+    check_step_size,
+    has_pools,
 )
 from paceline.core.config.worker import WorkerConfig
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from paceline.core.config.checks import check_http
+from paceline.core.config.service import check_http
 from paceline.core.options import Options, Size, option
 
 

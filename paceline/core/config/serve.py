@@ -5,10 +5,9 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from paceline.core import env
-from paceline.core.config.checks import check_http, check_model_code, check_step_size, has_pools
 from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.kvtransfer import KVTransferConfig
-from paceline.core.config.planner_options import PlannerOptions
+from paceline.core.config.planner import PlannerOptions
 from paceline.core.config.service import (
     DType,
     GenerationConfig,
@@ -17,6 +16,10 @@ from paceline.core.config.service import (
     ModelImpl,
     Quantization,
     ServiceConfig,
+    check_http,
+    check_model_code,
+    check_step_size,
+    has_pools,
 )
 from paceline.core.config.worker import WorkerConfig
 from paceline.core.errors import ConfigError

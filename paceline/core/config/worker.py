@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
-from paceline.core.config.checks import check_model_code, check_step_size
-from paceline.core.config.service import DType, KVPool, ModelImpl, Quantization, ServiceConfig
+from paceline.core.config.service import (
+    DType,
+    KVPool,
+    ModelImpl,
+    Quantization,
+    ServiceConfig,
+    check_model_code,
+    check_step_size,
+)
 from paceline.core.options import AutoSize, option
 from paceline.core.speculative import speculative_help
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.core.planner.actions import Action, Add, Drain, Flip
-from paceline.core.planner.budget import devices, draining_devices
 from paceline.core.planner.guards import Guards
 from paceline.core.planner.memory import settle_seconds
 from paceline.core.planner.needs import Outlook, RoleNeed
+from paceline.core.planner.objectives import devices, draining_devices
 from paceline.core.planner.reports import Role, WorkerReport
 
 _FLIP_REPORTS = 2.5

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.planner import capacity
-from paceline.core.planner.budget import devices, draining_devices, limits_of
 from paceline.core.planner.capacity import Places, Wanted
 from paceline.core.planner.memory import PlanningState, RoleMemory, settle_seconds
-from paceline.core.planner.objectives import Objectives, RoleLimits
+from paceline.core.planner.objectives import Objectives, RoleLimits, devices, draining_devices, limits_of
 from paceline.core.planner.reports import Report, Role, WorkerReport
 from paceline.core.planner.step_fit import FittedStepTimes
 

@@ -1,12 +1,12 @@
-"""An operator's objectives for a fleet."""
+"""An operator's objectives for a fleet: the limits of its roles, and the devices that its workers take."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.core.errors import ConfigError
-from paceline.core.planner.reports import ROLES, Role
+from paceline.core.planner.reports import ROLES, Report, Role
 from paceline.core.request_classes import BACKGROUND, DEFAULT, Classes
 
 
@@ -95,3 +95,23 @@ class Objectives:
         least = sum(limits.least * limits.devices for limits in self.roles.values())
         if self.budget is not None and least > self.budget:
             raise ConfigError(f"the least workers of all roles take {least} devices, the budget has {self.budget}")
+
+
+def devices(counts: Mapping[Role, int], objectives: Objectives) -> int:
+    """Return the number of devices that `counts` workers of each role take."""
+    return sum(count * objectives.limits(role).devices for role, count in counts.items())
+
+
+def draining_devices(report: Report, objectives: Objectives) -> int:
+    """Return the number of devices of draining workers. They are in use until these workers have ended."""
+    return sum(objectives.limits(each.role).devices for each in report.workers if each.state == "draining")
+
+
+def limits_of(role: Role, report: Report, objectives: Objectives) -> RoleLimits:
+    """Return the limits of a role now. If its workers share cores, its upper limit is at most one worker, its lower
+    limit, or its present target, whichever is larger.
+    """
+    limits, seen = objectives.limits(role), report.roles[role]
+    if not seen.shares_cores:
+        return limits
+    return replace(limits, most=min(limits.most, max(1, limits.least, seen.wanted)))

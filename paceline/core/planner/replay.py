@@ -9,15 +9,43 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.planner.actions import Decision
-from paceline.core.planner.codec import from_json, to_json
 from paceline.core.planner.memory import PlanningState
 from paceline.core.planner.objectives import Objectives
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report
+
+T = TypeVar("T")
+
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    """Return pydantic's reader and writer of a type. Making one takes milliseconds, so it is cached."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+def to_json(value: object) -> str:
+    """Return a value of the planner as one line of JSON."""
+    return _adapter(type(value)).dump_json(value).decode()
+
+
+def from_json(kind: type[T], text: str | bytes) -> T:
+    """Return the value that `to_json` wrote. Raises InvalidRequestError, which says what is wrong."""
+    try:
+        value: T = _adapter(kind).validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise InvalidRequestError(f"this is no {kind.__name__}: {place or 'the text'}: {first['msg']}") from None
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from paceline.core.planner.budget import devices
 from paceline.core.planner.capacity import Wanted
 from paceline.core.planner.needs import Outlook, RoleNeed, by_load, intervals_ahead
-from paceline.core.planner.objectives import Objectives
+from paceline.core.planner.objectives import Objectives, devices
 from paceline.core.planner.reports import Role
 
 _BETTER = 1.15

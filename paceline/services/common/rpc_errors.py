@@ -25,7 +25,7 @@ from paceline.core.errors import (
 )
 from paceline.services.common.auth import SKEWED
 from paceline.services.common.tls_channel import tls_problem
-from paceline.services.common.wire_check import INCOMPATIBLE
+from paceline.services.common.wire_version import INCOMPATIBLE
 
 log = logging.getLogger(__name__)
 

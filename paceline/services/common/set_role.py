@@ -6,8 +6,8 @@ import grpc.aio
 
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.rpc_errors import unmapped_error
+from paceline.services.common.tasks import heeding_cancellation
 
 ANSWER_SECONDS = 10.0
 """Deadline of the worker's answer, in seconds. The worker answers after it has begun to drain for the change."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from paceline.core.context import Context
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.media import DIGEST_BYTES, Grid, MediaInput, MediaKind, MediaSpan
+from paceline.core.planner.distribution import Distribution
+from paceline.core.step_loads import StepLoad
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
+from paceline.proto import fleet_pb2
 
 MESSAGE_LOGPROBS = 1 << 18
 """Approximate number of logprobs in one message, about 4 MB. A single token may have as many as the vocabulary has
@@ -206,3 +209,23 @@ def _media_kind(kind: pb.MediaKind.ValueType) -> MediaKind:
         if theirs == kind:
             return ours
     raise InvalidRequestError(f"a worker does not know media of kind {kind}; it is older than the gateway")
+
+
+def distribution_to_pb(values: Distribution) -> fleet_pb2.Distribution:
+    """Return the message with whole counts. Another thread may add values meanwhile."""
+    counts = sorted(dict(values.counts).items())
+    buckets = [bucket for bucket, _ in counts]
+    steps = [buckets[0], *(later - earlier for earlier, later in pairwise(buckets))] if buckets else []
+    return fleet_pb2.Distribution(buckets=steps, counts=[round(times) for _, times in counts], total=values.total)
+
+
+def load_to_pb(load: StepLoad) -> fleet_pb2.StepLoad:
+    """Return the message of a load's totals."""
+    seconds = distribution_to_pb(load.seconds)
+    return fleet_pb2.StepLoad(load=load.number, tokens=load.tokens, context=load.context, seconds=seconds)
+
+
+def distribution_from_pb(message: fleet_pb2.Distribution) -> Distribution:
+    """Return the distribution. Buckets without a count are left out."""
+    buckets = accumulate(message.buckets)
+    return Distribution({bucket: float(times) for bucket, times in zip(buckets, message.counts)}, message.total)

@@ -10,7 +10,11 @@ for at least one release, and then raise `oldest`.
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, NoReturn
+
+import grpc
+import grpc.aio
 
 from paceline.proto import common_pb2
 
@@ -18,6 +22,10 @@ HEADER = "paceline-wire"
 """Key of the metadata of each call with the range of its caller, such as "1-2"."""
 
 _RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
+
+INCOMPATIBLE = (HEADER, "incompatible")
+"""Trailing metadata of a call that was refused for its caller's versions."""
+_HEALTH = "/grpc.health.v1.Health/"
 
 
 class WireVersions(NamedTuple):
@@ -67,3 +75,33 @@ def mismatch(who: str, theirs: WireVersions, ours: WireVersions = OURS) -> str:
         f"{who} speaks versions {theirs} of the protocol between services and this service {ours}: update {older}, or "
         "first bring all services to a release in between"
     )
+
+
+class RequireWire(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+    """An interceptor that ends calls of services that speak none of our versions with FAILED_PRECONDITION.
+
+    Health checks pass, because orchestrators send them, too.
+    """
+
+    def __init__(self, ours: WireVersions) -> None:
+        self._ours = ours
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        theirs = WireVersions.parse(metadata.get(HEADER))
+        if handler_call_details.method.startswith(_HEALTH):
+            return await continuation(handler_call_details)
+        problem = f"{HEADER} is no range of versions" if theirs is None else mismatch("the caller", theirs, self._ours)
+        return _refusal(problem) if problem else await continuation(handler_call_details)
+
+
+def _refusal(problem: str) -> grpc.RpcMethodHandler[Any, Any]:
+    async def refuse(requests: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem, (INCOMPATIBLE,))
+
+    # Handlers of this kind begin before a message has come; all other kinds wait for one.
+    return grpc.stream_stream_rpc_method_handler(refuse)

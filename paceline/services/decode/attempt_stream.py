@@ -9,8 +9,7 @@ from paceline.engine.step import Computed, Preempted, Sampled, Scored
 from paceline.proto import worker_pb2
 from paceline.services.common.wire import reason_to_pb, scores_to_pb
 from paceline.services.decode.outbox import Outbox
-from paceline.services.worker.event_stream import EventStream, RequestEvent
-from paceline.services.worker.reports import Reporter
+from paceline.services.worker.event_stream import EventStream, Reporter, RequestEvent
 
 
 class AttemptStream(EventStream):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.types import Token
 from paceline.proto import worker_pb2
-from paceline.services.common.cancellation import is_cancelled
+from paceline.services.common.tasks import is_cancelled
 from paceline.services.common.wire import fill_token
 
 Write = Callable[[worker_pb2.DecodeEvents], Awaitable[None]]

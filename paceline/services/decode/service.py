@@ -25,9 +25,8 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb
 from paceline.services.decode.attempt_stream import AttemptStream
 from paceline.services.decode.outbox import Outboxes
-from paceline.services.worker.event_stream import ALIVE_SECONDS
+from paceline.services.worker.event_stream import ALIVE_SECONDS, SHARED_MEMORY, count_blocks
 from paceline.services.worker.leases import Adopted, Reservation
-from paceline.services.worker.reports import SHARED_MEMORY, count_blocks
 from paceline.services.worker.request_media import RequestMedia
 from paceline.services.worker.worker import Worker
 

@@ -20,8 +20,7 @@ from paceline.services.gateway.api.console.routes import add_console
 from paceline.services.gateway.api.messages.bodies import MessageError, MessageEvent
 from paceline.services.gateway.api.messages.routes import add_messages
 from paceline.services.gateway.api.openai.bodies import ChatChunk, CompletionChunk
-from paceline.services.gateway.api.openai.chat_batch import add_chat_batch
-from paceline.services.gateway.api.openai.routes import add_openai
+from paceline.services.gateway.api.openai.routes import add_chat_batch, add_openai
 from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
@@ -34,14 +33,18 @@ from paceline.services.gateway.api.tokens.routes import add_token_api
 from paceline.services.gateway.api.tokens.score_api import add_score_api
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.access.cors import cors_options
-from paceline.services.gateway.http.access.decisions import DECISIONS, check_decided
 from paceline.services.gateway.http.bodies import BodyMiddleware
-from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.error_responses import install_error_handlers
 from paceline.services.gateway.http.guard import Guard, warn_without_admins
-from paceline.services.gateway.http.memory import BodyMemory
 from paceline.services.gateway.http.middleware import CountResponsesMiddleware, RequestScopeMiddleware
-from paceline.services.gateway.http.paths import HeadMiddleware, PathMiddleware, check_root_path
+from paceline.services.gateway.http.paths import (
+    DECISIONS,
+    HeadMiddleware,
+    PathMiddleware,
+    check_decided,
+    check_root_path,
+)
 from paceline.services.gateway.http.reading import BodyRoute
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store

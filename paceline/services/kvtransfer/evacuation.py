@@ -16,8 +16,7 @@ from paceline.core.cache_policy.ranking import Name
 from paceline.core.context import HASH_BYTES
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.cancellation import heeding_cancellation
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, heeding_cancellation
 from paceline.services.kvtransfer.host_memory import HostMemory
 from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
 

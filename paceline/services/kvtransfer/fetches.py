@@ -23,8 +23,8 @@ from paceline.core.metrics import Family, Sample
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.rpc_errors import unmapped_error
+from paceline.services.common.tasks import heeding_cancellation
 from paceline.services.common.wire import key_to_pb
 from paceline.services.common.wire_version import WireVersions, mismatch
 from paceline.services.kvtransfer.arrivals import Arrivals, check_names

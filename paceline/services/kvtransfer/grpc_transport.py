@@ -15,10 +15,10 @@ import grpc.aio
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.cancellation import heeding_cancellation, is_cancelled
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.rpc_errors import mapped_errors, unmapped_error
+from paceline.services.common.tasks import heeding_cancellation, is_cancelled
 from paceline.services.kvtransfer.channels import Channels
 from paceline.services.kvtransfer.transport import ArenaMemory, Source
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.reports import ROLES, Report, Role, RoleReport, Steps, Traffic, WorkerReport
 from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, TrafficReport, WorkReport
-from paceline.services.common.distributions import distribution_from_pb
 from paceline.services.common.registry import Member
+from paceline.services.common.wire import distribution_from_pb
 from paceline.services.planner.asked import Changes
 from paceline.services.platforms.platform import Ability, PlatformState
 

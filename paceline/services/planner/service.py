@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 
 from paceline.core.errors import UnavailableError
 from paceline.core.planner.actions import Action, Add, Decision, Drain, Flip, Hold
-from paceline.core.planner.budget import limits_of
+from paceline.core.planner.objectives import limits_of
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.reports import Report, Role
 from paceline.proto.fleet_pb2 import Decided, PlanReport

@@ -21,9 +21,8 @@ from paceline.services.common.wire import (
     scores_to_pb,
     token_to_pb,
 )
-from paceline.services.worker.event_stream import EventStream, RequestEvent
+from paceline.services.worker.event_stream import EventStream, Reporter, RequestEvent
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.reports import Reporter
 from paceline.services.worker.worker import Worker
 
 log = logging.getLogger(__name__)

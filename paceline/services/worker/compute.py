@@ -11,9 +11,11 @@ import grpc.aio
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.telemetry import carrier_of, request_span
+from paceline.engine.step import Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
-from paceline.services.worker.scoring import score
+from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb, scores_to_pb
+from paceline.services.worker.event_stream import EventStream, Reporter
 from paceline.services.worker.worker import Worker
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -22,6 +24,42 @@ Handler = Callable[[common_pb2.Work, Send], Awaitable[None]]
 """A function that does the work and sends its events, `Opened` first. The service sends `Computed` after it returns."""
 
 CallContext = grpc.aio.ServicerContext[common_pb2.Work, worker_pb2.ComputeEvent]
+
+
+async def score(
+    worker: Worker, work: common_pb2.Work, send: Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
+) -> None:
+    """Compute the context in blocks that this worker reserves, and send the logprobs as they come.
+
+    Raises:
+        InvalidRequestError: the work does not ask for logprobs of the prompt.
+        BusyError: there are not enough free blocks.
+    """
+    if not work.sampling.HasField("prompt_logprobs"):
+        raise InvalidRequestError("work of the kind SCORE must say how many prompt_logprobs it wants")
+    # The engine ends a request with its first token. This token is not sent.
+    work.sampling.max_tokens = 1
+    context = context_from_pb(work)
+    lease = await worker.intake.reserve(work, key_from_pb(work.key), context, len(context))
+    try:
+        worker.media.open(work, lease.filled_tokens)
+        opened = worker_pb2.Opened(key=key_to_pb(lease.key), cached_tokens=lease.filled_tokens)
+        await send(worker_pb2.ComputeEvent(opened=opened))
+        events, reporter = EventStream(), Reporter()
+        worker.submit(worker.intake.make_request(work, lease, context, None, only_first_token=True), events)
+        while True:
+            batch = await events.batch()
+            reporter.note(batch)
+            for event in batch:
+                if isinstance(event, Scored):
+                    for scores in scores_to_pb(event.first, event.tokens):
+                        await send(worker_pb2.ComputeEvent(prompt_logprobs=scores))
+            if (report := reporter.take()) is not None or (not batch and worker.goes_on):
+                await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive(), report=report))
+            if any(isinstance(event, Sampled) for event in batch):
+                return
+    finally:
+        worker.retire(lease.key)
 
 
 class ComputingWorker(Protocol):

@@ -12,7 +12,7 @@ import torch
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.media import MediaInput
 from paceline.core.metrics import Family, Sample
-from paceline.engine.encode_job import EncodeJob
+from paceline.engine.compute_thread import EncodeJob
 from paceline.kernels.encoding import Between
 from paceline.models.encoders.base import Encoders
 from paceline.services.worker.fair_turns import AbandonedError, FairTurns

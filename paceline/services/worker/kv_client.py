@@ -14,9 +14,9 @@ from paceline.core.errors import PacelineError, StaleError, UnavailableError
 from paceline.core.telemetry import trace_headers, traceparent
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc_errors import unmapped_error
+from paceline.services.common.tasks import heeding_cancellation
 from paceline.services.common.wire import key_to_pb
 from paceline.services.worker.kv_session import KVSession
 from paceline.services.worker.leases import (

@@ -18,13 +18,12 @@ from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc
 from paceline.services.common.auth import HOST_SERVICE
-from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc import is_serving, open_channel
 from paceline.services.common.rpc_errors import unmapped_error
 from paceline.services.common.shared_memory import map_arena
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, heeding_cancellation
 from paceline.services.common.wire import key_from_pb, key_to_pb
 from paceline.services.common.wire_version import WireVersions, mismatch
 from paceline.services.worker.batch_sender import BatchSender, HostConnection

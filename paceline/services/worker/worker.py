@@ -21,9 +21,8 @@ from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
-from paceline.services.common.distributions import load_to_pb
 from paceline.services.common.registry import Role
-from paceline.services.common.wire import key_from_pb
+from paceline.services.common.wire import key_from_pb, load_to_pb
 from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.dispatcher import Dispatcher, lost
 from paceline.services.worker.encoder import WorkerEncoder

@@ -39,10 +39,9 @@ from paceline.services.common.registry import Member, Registrar, Role, metrics_t
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import WorkerAdmission
-from paceline.services.worker.compute_options import ComputeOptions
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
-from paceline.services.worker.worker_setup import WorkerSetup
+from paceline.services.worker.worker_setup import ComputeOptions, WorkerSetup
 
 log = logging.getLogger(__name__)
 

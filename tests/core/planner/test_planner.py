@@ -10,13 +10,13 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.planner.actions import Decision, Drain, Hold
-from paceline.core.planner.codec import from_json, to_json
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.load import ClassLoad
 from paceline.core.planner.memory import PlanningState, RoleMemory
 from paceline.core.planner.needs import Outlook, assess
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
+from paceline.core.planner.replay import from_json, to_json
 from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
 from paceline.core.planner.step_fit import FittedStepTimes
 from tests.core.planner.fleets import decode_report

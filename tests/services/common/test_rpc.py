@@ -21,10 +21,10 @@ from paceline.core.errors import (
 )
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.cancellation import heeding_cancellation, own_cancellation
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES, RpcServer, is_serving, open_channel
 from paceline.services.common.rpc_errors import mapped_errors, unmapped_error
+from paceline.services.common.tasks import heeding_cancellation, own_cancellation
 
 
 class Failing(pb_grpc.KVTransferServicer):

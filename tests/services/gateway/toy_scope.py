@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.core.config.http import HttpOptions
-from paceline.services.gateway.http.bounds import Bounds
-from paceline.services.gateway.http.memory import BodyMemory, RequestMemory
+from paceline.services.gateway.http.bounds import BodyMemory, Bounds, RequestMemory
 from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.http.request_scope import RequestScope
 

@@ -9,8 +9,8 @@ from typing import Any
 from paceline.core.planner.distribution import Distribution
 from paceline.core.planner.reports import Report
 from paceline.proto.fleet_pb2 import ClassTraffic, HostReport, LoadReport, StepLoad, TrafficReport, WorkReport
-from paceline.services.common.distributions import distribution_to_pb
 from paceline.services.common.registry import Member
+from paceline.services.common.wire import distribution_to_pb
 from paceline.services.planner.reports import LOST_SECONDS, ReportBuilder, Seen, revision_of
 from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 

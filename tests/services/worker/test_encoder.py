@@ -11,7 +11,7 @@ import torch
 
 from paceline.core.errors import ModelError
 from paceline.core.media import MediaKind
-from paceline.engine.encode_job import EncodeJob
+from paceline.engine.compute_thread import EncodeJob
 from paceline.kernels.encoding import Between
 from paceline.models.encoders.base import Encoders
 from paceline.services.worker import encoder

@@ -13,9 +13,8 @@ from paceline.services.gateway.api.resume import rendering_time
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.chat_prompt import media_of, render_chat
-from paceline.services.gateway.planning.media.expansion import Expansions
-from paceline.services.gateway.planning.media_prompt import Prompt
+from paceline.services.gateway.planning.chat_prompt import Prompt, media_of, render_chat
+from paceline.services.gateway.planning.media.items import Expansions
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_chat
 from paceline.services.gateway.planning.schemas import ChatFields, ChatRequest

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.types import Token
+from paceline.services.gateway.planning.answers.answer import CallBegin, Content, Part, join_parts
 from paceline.services.gateway.planning.answers.parser import AnswerParser
-from paceline.services.gateway.planning.answers.parts import CallBegin, Content, Part, join_parts
-from paceline.services.gateway.planning.detokenizer import Detokenizer
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.planning.vocabulary import Detokenizer
 from paceline.services.gateway.sequences.attempt import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.sequences.repetition import REPETITION, RepetitionDetector
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
-from paceline.services.common.cancellation import own_cancellation
+from paceline.services.common.tasks import own_cancellation
 from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
 from paceline.services.gateway.api.resume import StreamIds
 from paceline.services.gateway.fleet.event_feed import Mailbox
@@ -19,7 +19,7 @@ from paceline.services.gateway.http.request_scope import RequestScope
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import name_client_field
 from paceline.services.gateway.planning.cache_hints import OPEN_CALL, hints_after
-from paceline.services.gateway.planning.media_prompt import media_tokens
+from paceline.services.gateway.planning.chat_prompt import media_tokens
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.sequences.attempt import Event
 from paceline.services.gateway.sequences.sequence import SequenceRun

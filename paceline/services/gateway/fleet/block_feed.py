@@ -24,9 +24,8 @@ from paceline.core.errors import InvalidRequestError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
-from paceline.services.common.cancellation import heeding_cancellation
 from paceline.services.common.layout import layout_from_pb
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, heeding_cancellation
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 

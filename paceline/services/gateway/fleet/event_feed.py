@@ -15,9 +15,8 @@ import grpc.aio
 
 from paceline.core.types import Token
 from paceline.proto import worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import heeding_cancellation, is_cancelled
 from paceline.services.common.rpc_errors import unmapped_error
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, heeding_cancellation, is_cancelled
 from paceline.services.common.unix_socket import Framed, socket_address
 
 T = TypeVar("T")

@@ -24,10 +24,8 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, reason
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.fleet.fleet_summary import FleetSummary
-from paceline.services.gateway.fleet.members import Ends, Members
-from paceline.services.gateway.fleet.remote_worker import RemoteWorker
-from paceline.services.gateway.fleet.worker_calls import RECENT_SECONDS
+from paceline.services.gateway.fleet.members import Ends, FleetSummary, Members
+from paceline.services.gateway.fleet.remote_worker import RECENT_SECONDS, RemoteWorker
 from paceline.services.gateway.routing.candidate_table import CandidateTable
 from paceline.services.gateway.routing.candidates import Link
 

@@ -4,14 +4,14 @@ In: a connection. Out: a request whose path, caller and body have been checked, 
 
 listener       the socket
 protocol       one connection: limits of request heads, and answers to HTTP/1.0
-paths          the path of a route, however a client or a proxy spells it; HEAD, which is GET without the body
+paths          the table of routes and their callers; how clients and proxies spell paths; HEAD: GET without the body
 middleware     makes the scope of a request (`request_scope`), which everything after it reads
 guard          lets a request in or refuses it, by the rules of `access`
 bodies         limits of bodies, and compressed bodies
-bounds         limits of the JSON in a body
-reading        bodies of routes, read on the threads of `pool`, in memory that `memory` counts
-errors         errors to answer with; `refusals` are those for want of room
+bounds         limits of the JSON in a body, and of the memory of all bodies
+reading        bodies of routes, read on the threads of `pool`
+errors         errors to answer with, and refusals for want of room
 error_responses  their answers, in the form of the path's API
 event_streams  streams of events, which end when the client leaves
-access         keys, callers, their limits, and the table of routes
+access         keys, callers, and their limits
 """

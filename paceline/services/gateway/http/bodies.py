@@ -10,10 +10,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.http.bounds import PIECE_BYTES
+from paceline.services.gateway.http.bounds import BYTE_COST, OBJECT_COST, PIECE_BYTES, VALUE_COST
 from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.memory import BYTE_COST, OBJECT_COST, VALUE_COST
 from paceline.services.gateway.http.request_scope import RequestScope, scope_of
 
 BODY_SECONDS = 60.0

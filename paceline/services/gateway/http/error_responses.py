@@ -16,8 +16,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
-from paceline.services.gateway.http.errors import RETRY_AFTER_SECONDS, ApiError, to_api_error
-from paceline.services.gateway.http.refusals import retry_after
+from paceline.services.gateway.http.errors import RETRY_AFTER_SECONDS, ApiError, retry_after, to_api_error
 from paceline.services.gateway.http.request_scope import scope_of
 
 log = logging.getLogger(__name__)

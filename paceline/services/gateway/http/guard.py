@@ -12,12 +12,19 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.services.gateway.http.access.book import AccessBook, caller_with
-from paceline.services.gateway.http.access.callers import ANYONE, Caller, set_current_owner
-from paceline.services.gateway.http.access.decisions import Access, decision_for, why_missing
+from paceline.services.gateway.http.access.callers import (
+    ANYONE,
+    Caller,
+    is_foreign_page,
+    is_forwarded,
+    is_local,
+    is_rebound,
+    set_current_owner,
+)
 from paceline.services.gateway.http.access.limiter import Limiter
-from paceline.services.gateway.http.access.peers import is_foreign_page, is_forwarded, is_local, is_rebound
 from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.paths import Access, decision_for, why_missing
 from paceline.services.gateway.http.request_scope import scope_of
 
 log = logging.getLogger(__name__)

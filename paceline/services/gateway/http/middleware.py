@@ -12,10 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.core.telemetry import request_span, set_request_id
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
-from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.bounds import BodyMemory, Bounds, RequestMemory
 from paceline.services.gateway.http.error_responses import is_messages_path, logged_response
 from paceline.services.gateway.http.errors import to_api_error
-from paceline.services.gateway.http.memory import BodyMemory, RequestMemory
 from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.http.request_scope import RequestScope, set_scope
 

@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.types import Scope, Send
 
 from paceline.core.request_classes import BACKGROUND
-from paceline.services.gateway.http.access.admission import Admission
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
-from paceline.services.gateway.http.bounds import Bounds, JsonCount
-from paceline.services.gateway.http.memory import RequestMemory
+from paceline.services.gateway.http.access.meter import Admission
+from paceline.services.gateway.http.bounds import Bounds, JsonCount, RequestMemory
 from paceline.services.gateway.http.pool import FairPool
 
 T = TypeVar("T")

@@ -8,21 +8,13 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.types import Constraint
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.fail_fast import FailFast
 from paceline.services.gateway.planning.answers.structural_tag import Form
-
-
-class Body(FailFast):
-    """Base class of all parts of a request's body."""
-
-    # Strict, so that "5" is not taken for a number, nor true for a token id.
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
-
+from paceline.services.gateway.planning.request_body import Body
 
 Choices = Annotated[list[str], Field(min_length=1)]
 

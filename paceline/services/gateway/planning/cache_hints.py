@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.planning.chat_prompt import RenderedChat
+from paceline.services.gateway.planning.chat_prompt import RenderedChat, encode_prompt
 from paceline.services.gateway.planning.chat_schemas import CacheControl, ChatMessage, TextPart, ToolDefinition
-from paceline.services.gateway.planning.media.expansion import Expansions
-from paceline.services.gateway.planning.media_prompt import encode_prompt
+from paceline.services.gateway.planning.media.items import Expansions
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 MOST_MARKS = 4

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.media.parts import MEDIA_TYPES, MediaPart
+from paceline.services.gateway.planning.request_body import Body
 
 Json = dict[str, Any]
 

@@ -14,7 +14,7 @@ from paceline.services.gateway.planning.cache_hints import LATER_TURN, text_mark
 from paceline.services.gateway.planning.chat_prompt import dropped_tokens, render_chat
 from paceline.services.gateway.planning.constraints.fields import chat_fields, completion_fields
 from paceline.services.gateway.planning.fill_in_middle import fill_in_middle
-from paceline.services.gateway.planning.media.expansion import NO_ITEMS, Expansions
+from paceline.services.gateway.planning.media.items import NO_ITEMS, Expansions
 from paceline.services.gateway.planning.plan import Kind, Plan, PromptPlan, ServedModel, plan_answer
 from paceline.services.gateway.planning.sampling import (
     LogprobRules,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answer_format import Body, ContentFields
+from paceline.services.gateway.planning.answer_format import ContentFields
 from paceline.services.gateway.planning.chat_schemas import (
     AllowedChatTools,
     CacheControl,
@@ -20,7 +20,7 @@ from paceline.services.gateway.planning.chat_schemas import (
     WantedToolChoice,
 )
 from paceline.services.gateway.planning.media.parts import name_places
-from paceline.services.gateway.planning.named_request import NamedRequest
+from paceline.services.gateway.planning.request_body import Body, NamedRequest
 
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKENS = 128

@@ -31,7 +31,7 @@ from paceline.services.gateway.http.access.callers import Caller
 from paceline.services.gateway.planning.answers.registry import AnswerForms
 from paceline.services.gateway.planning.chat_prompt import render_chat
 from paceline.services.gateway.planning.chat_schemas import ChatMessage
-from paceline.services.gateway.planning.media.expansion import NO_ITEMS
+from paceline.services.gateway.planning.media.items import NO_ITEMS
 from paceline.services.gateway.planning.schemas import ChatFields
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 

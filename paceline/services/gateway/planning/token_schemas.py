@@ -10,8 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answer_format import Body
-from paceline.services.gateway.planning.named_request import NamedRequest
+from paceline.services.gateway.planning.request_body import Body, NamedRequest
 from paceline.services.gateway.planning.sampling import check_ids
 from paceline.services.gateway.planning.schemas import (
     MAX_CHOICES,

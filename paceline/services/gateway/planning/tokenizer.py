@@ -21,8 +21,7 @@ from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
 from paceline.services.gateway.planning.chat_template import ChatTemplate, Message
 from paceline.services.gateway.planning.media.items import NO_MEDIA, ItemKind, MediaTokens
-from paceline.services.gateway.planning.media.marks import MediaMarks
-from paceline.services.gateway.planning.media.reserved import ReservedTokens
+from paceline.services.gateway.planning.media.marks import MediaMarks, ReservedTokens
 from paceline.services.gateway.planning.vocabulary import Vocabulary
 
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
+from paceline.services.gateway.http.errors import CountRefusal, NoRoomError
 from paceline.services.gateway.queueing.claim import ORDINARY, QueueClaim
 from paceline.services.gateway.queueing.fair_order import next_ticket
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from paceline.services.gateway.http.refusals import NoRoomError, Reason
+from paceline.services.gateway.http.errors import NoRoomError, Reason
 from paceline.services.gateway.queueing.claim import Demand, QueueClaim
 from paceline.services.gateway.queueing.fair_order import FairOrder, WaitingEntry
 from paceline.services.gateway.queueing.shedding import LoadShedder, WaitLimit
 
 
 class Held(enum.Enum):
-    """The answer to a try of a request for which there is room: it is held back for now, see `feeding.py`."""
+    """The answer to a try of a request for which there is room: it is held back for now, see `is_fed`."""
 
     HELD = "held"
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from paceline.core.errors import UnavailableError
 from paceline.core.request_classes import DEFAULT
 from paceline.services.gateway.fleet.fleet import Fleet
-from paceline.services.gateway.http.errors import LeavingError
-from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
+from paceline.services.gateway.http.errors import CountRefusal, LeavingError, NoRoomError
 
 
 class WorkerWait:

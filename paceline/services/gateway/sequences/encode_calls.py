@@ -21,7 +21,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.telemetry import trace_headers
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import own_cancellation
+from paceline.services.common.tasks import own_cancellation
 from paceline.services.common.wire import media_input_to_pb, span_to_pb, spans_from_pb
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker

@@ -14,8 +14,7 @@ from paceline.core.context import Context
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.cancellation import is_cancelled
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, is_cancelled
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 
 ANSWER_SECONDS = 2.0

@@ -22,7 +22,7 @@ from paceline.core.errors import BusyError
 from paceline.core.request_classes import NO_CLASSES, Classes
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
-from paceline.services.gateway.http.refusals import CountRefusal, NoRoomError
+from paceline.services.gateway.http.errors import CountRefusal, NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from paceline.services.gateway.routing.placements import PlacementLog

@@ -11,7 +11,7 @@ from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.planner.distribution import Distribution
 from paceline.core.request_classes import DEFAULT
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport
-from paceline.services.common.distributions import distribution_to_pb
+from paceline.services.common.wire import distribution_to_pb
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 MOST_CLASSES = 16

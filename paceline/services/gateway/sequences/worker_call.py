@@ -24,10 +24,9 @@ from paceline.core.errors import (
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import heeding_cancellation, is_cancelled, own_cancellation
 from paceline.services.common.rpc import is_serving
 from paceline.services.common.rpc_errors import unmapped_error
-from paceline.services.common.tasks import StallWatch, end_tasks
+from paceline.services.common.tasks import StallWatch, end_tasks, heeding_cancellation, is_cancelled, own_cancellation
 from paceline.services.gateway.fleet.event_feed import FeedError, Inbox
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.candidates import Link

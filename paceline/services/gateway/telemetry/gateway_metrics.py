@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from paceline.core.request_classes import NO_CLASSES
 from paceline.services.common.process_samples import ProcessSamples
-from paceline.services.gateway.http.refusals import REASONS, Reason
+from paceline.services.gateway.http.errors import REASONS, Reason
 from paceline.services.gateway.planning.media.metrics import MediaMetrics
 from paceline.services.gateway.telemetry.vllm_metrics import VllmModelNames, VllmServerNames
 

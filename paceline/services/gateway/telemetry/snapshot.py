@@ -1,4 +1,4 @@
-"""The state of the fleet as the console shows it."""
+"""The state of the fleet as the console shows it, with the ledgers of its hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import grpc.aio
+
 from paceline.core.errors import UnavailableError
 from paceline.proto.kvtransfer_pb2 import LedgerReply, LedgerRequest
-from paceline.services.gateway.fleet.ledgers import read_ledger
+from paceline.proto.kvtransfer_pb2_grpc import KVTransferStub
+from paceline.services.common.tasks import is_cancelled
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.telemetry.history import Counters, Levels, Service
 from paceline.services.gateway.telemetry.metrics import figures
+
+LEDGER_SECONDS = 1.0
+"""Deadline of one host's answer."""
 
 Json = dict[str, Any]
 
@@ -26,6 +32,25 @@ _SHOWN_FIGURES = (
     "encodings_waiting",
 )
 """Figures of workers that the console shows, if the worker reports them."""
+
+
+async def read_ledger(host: RemoteWorker, request: LedgerRequest) -> LedgerReply:
+    """Return a host's ledger. Raises UnavailableError with a few words if the host does not answer."""
+    try:
+        reply: LedgerReply = await KVTransferStub(host.channel).Ledger(request, timeout=LEDGER_SECONDS)
+    except grpc.aio.AioRpcError as error:
+        raise UnavailableError(error.details() or error.code().name) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        # The gateway closes the channel of a member that leaves, which cancels its calls.
+        raise UnavailableError("it has left") from None
+    return reply
+
+
+def rate(hits: int, queries: int) -> float | None:
+    """Return the share of hits; None if there were no queries."""
+    return hits / queries if queries else None
 
 
 def levels_of(members: Sequence[RemoteWorker], running: int, waiting: int) -> Levels:

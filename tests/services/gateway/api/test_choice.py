@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from paceline.core.types import SamplingParams, Token
 from paceline.services.gateway.api import choice as module
 from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
-from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
+    Answer,
     CallArguments,
     CallBegin,
     Content,

@@ -22,6 +22,7 @@ from paceline.core.types import FinishReason, Token
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.generation import Generation
 from paceline.services.gateway.api.messages.answer import MessageFormat, MessageWriter
+from paceline.services.gateway.api.respond import event_stream
 from paceline.services.gateway.api.resume import (
     EventId,
     Gathering,
@@ -31,9 +32,8 @@ from paceline.services.gateway.api.resume import (
     answer_digest,
     read_event_id,
 )
-from paceline.services.gateway.api.streaming import event_stream
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,

@@ -20,7 +20,7 @@ from paceline.services.common.rpc import RpcServer, is_serving
 from paceline.services.common.secret import Secret
 from paceline.services.common.wire_version import WireVersions
 from paceline.services.gateway.fleet import fleet
-from paceline.services.gateway.fleet.worker_calls import DecayingSum
+from paceline.services.gateway.fleet.remote_worker import DecayingSum
 from tests.authority import Authority
 from tests.services.gateway.conftest import Cluster, eventually
 

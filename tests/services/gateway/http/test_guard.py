@@ -23,8 +23,8 @@ from paceline.core.errors import ConfigError
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.access.callers import Caller
-from paceline.services.gateway.http.access.decisions import DECISIONS, Access, check_decided, decision_for, paths_of
 from paceline.services.gateway.http.middleware import LINE_CALLER
+from paceline.services.gateway.http.paths import DECISIONS, Access, check_decided, decision_for, paths_of
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 HERE = ("127.0.0.1", 4000)

@@ -13,9 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.core.config.http import HttpOptions
 from paceline.core.telemetry import _add_context
-from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.event_streams import EventStreamResponse
-from paceline.services.gateway.http.memory import BodyMemory
 from paceline.services.gateway.http.middleware import RequestScopeMiddleware
 from paceline.services.gateway.http.pool import FairPool
 from tests.services.gateway.conftest import Stack, StartStack

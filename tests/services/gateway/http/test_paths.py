@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.services.gateway.http.access.decisions import DECISIONS
-from paceline.services.gateway.http.paths import check_root_path, spelled_as_route
+from paceline.services.gateway.http.paths import DECISIONS, check_root_path, spelled_as_route
 from tests.services.gateway.conftest import StartStack
 
 

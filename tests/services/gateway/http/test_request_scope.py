@@ -11,8 +11,7 @@ from starlette.types import Receive, Scope, Send
 from paceline.core.config.http import HttpOptions
 from paceline.core.request_classes import BACKGROUND
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
-from paceline.services.gateway.http.bounds import Bounds
-from paceline.services.gateway.http.memory import BodyMemory
+from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.middleware import LINE_CALLER, RequestScopeMiddleware
 from paceline.services.gateway.http.pool import FairPool
 from paceline.services.gateway.http.request_scope import RequestScope, scope_of

@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.grammar import grammar_of
+from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.planning.answers.parser import AnswerParser
-from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.planning.answers.registry import AnswerForms, choose_forms
 from paceline.services.gateway.planning.plan import plan_answer
 from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest

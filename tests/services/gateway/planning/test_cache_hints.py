@@ -19,8 +19,7 @@ from paceline.services.gateway.planning.cache_hints import (
 )
 from paceline.services.gateway.planning.chat_prompt import RenderedChat
 from paceline.services.gateway.planning.chat_schemas import CacheControl, ChatMessage, ToolDefinition
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
-from paceline.services.gateway.planning.media.items import MediaItem
+from paceline.services.gateway.planning.media.items import Expansion, MediaItem, TokenRun
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.conftest import Stack, eventually
 from tests.services.gateway.toy_model import BOI, EOI, IMAGE

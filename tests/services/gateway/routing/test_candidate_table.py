@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.core.numerics import Numerics
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common.registry import Member
-from paceline.services.gateway.queueing.feeding import are_fed
+from paceline.services.gateway.queueing.admission_control import are_fed
 from paceline.services.gateway.routing.candidate_table import CandidateTable
 from paceline.services.gateway.routing.candidates import Candidate, Need
 from paceline.services.gateway.routing.router import place

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import BusyError
 from paceline.core.types import SamplingParams, Token
 from paceline.proto.fleet_pb2 import ClassTraffic
-from paceline.services.common.distributions import distribution_from_pb
+from paceline.services.common.wire import distribution_from_pb
 from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.sequence import SequenceRun

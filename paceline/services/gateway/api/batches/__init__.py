@@ -5,9 +5,8 @@ upload       the multipart body of an upload, read piece by piece
 file_routes  the routes of files
 pages        pages of lists of files and batches
 batch        one batch and its states
-lines        the lines of an input file: their checks, and the lines of answers
+lines        the lines of an input file: their checks, their requests to the application, and the lines of answers
 batch_store  batches and the answers of their lines
-line_call    one line as a request to the application
 pressure     how many lines may run now, and lines that the limits of their key refuse
 batch_run    one batch, from its validation to its files of answers
 runner       the batches that this gateway runs

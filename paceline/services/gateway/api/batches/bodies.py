@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, StringConstraints
 
 from paceline.services.gateway.api.api_schema import AnswerBody
 from paceline.services.gateway.api.batches.batch import Status
-from paceline.services.gateway.http.fail_fast import FailFast
+from paceline.services.gateway.planning.request_body import FailFast
 
 Json = dict[str, Any]
 

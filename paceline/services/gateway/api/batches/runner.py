@@ -15,8 +15,7 @@ from paceline.services.gateway.api.batches.batch import Batch, TransitionError
 from paceline.services.gateway.api.batches.batch_run import BatchLimits, BatchRun
 from paceline.services.gateway.api.batches.batch_store import BatchStore, LeaseLostError, inputs
 from paceline.services.gateway.api.batches.file_store import FileStore
-from paceline.services.gateway.api.batches.line_call import call
-from paceline.services.gateway.api.batches.lines import Line, LineReply
+from paceline.services.gateway.api.batches.lines import Line, LineReply, call
 from paceline.services.gateway.api.batches.pressure import LineGate, LinePlaces, places_of
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.bounds import Bounds

@@ -13,7 +13,7 @@ from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.http.error_responses import messages_error_body
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import event
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,

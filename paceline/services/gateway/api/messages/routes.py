@@ -15,8 +15,7 @@ from paceline.services.gateway.api.messages.conversion import chat_fields, chat_
 from paceline.services.gateway.api.messages.schemas import CountRequest, MessagesRequest
 from paceline.services.gateway.api.respond import start, stream, whole
 from paceline.services.gateway.api.tokens.bodies import RenderedRequest
-from paceline.services.gateway.api.tokens.render import render
-from paceline.services.gateway.api.tokens.render_api import check_no_media
+from paceline.services.gateway.api.tokens.render_api import check_no_media, render
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError, ContextLengthError
 from paceline.services.gateway.http.request_scope import aside, scope_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from paceline.core.types import Token
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.response_format import Json, ResponseFormat, TextChunk
-from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
+from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.planning.chat_schemas import NamedTool
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.schemas import ChatRequest

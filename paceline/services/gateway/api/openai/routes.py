@@ -1,17 +1,20 @@
-"""The OpenAI endpoints, and vLLM's `/tokenize` and `/detokenize`."""
+"""The OpenAI endpoints, and vLLM's batches of chats in one body."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import Field, model_validator
 
 from paceline.services.gateway.api.api_schema import answers
-from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation
+from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation, plan_with_media
+from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.openai.bodies import (
+    ChatBatch,
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -24,14 +27,17 @@ from paceline.services.gateway.api.openai.bodies import (
 )
 from paceline.services.gateway.api.openai.chat_format import ChatFormat
 from paceline.services.gateway.api.openai.completion_format import CompletionFormat
-from paceline.services.gateway.api.respond import choose_id, respond
+from paceline.services.gateway.api.respond import choose_id, respond, start, whole
+from paceline.services.gateway.api.response_format import Json
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.errors import NoWorkerError
+from paceline.services.gateway.http.errors import ApiError, NoWorkerError
 from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.planning import kind_of, plan_completion
+from paceline.services.gateway.planning.chat_schemas import ChatMessage
+from paceline.services.gateway.planning.planning import kind_of, plan_chats, plan_completion
 from paceline.services.gateway.planning.sampling import check_ids
 from paceline.services.gateway.planning.schemas import (
+    MAX_CHOICES,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -40,6 +46,11 @@ from paceline.services.gateway.planning.schemas import (
 
 LIST_PIECE = 10_000
 """Values of a long list that are written at once, while no other thread runs."""
+
+_ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
+"""Fields about one prompt. A chat has them beside its choices, a batch in each choice."""
+
+Conversation = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 def write_list(values: Sequence[int] | Sequence[str]) -> str:
@@ -137,3 +148,47 @@ class OpenAiApi:
             return JSONResponse({"prompt": model.tokenizer.decode(body.tokens)})
 
         return await aside(request, decode)
+
+
+class ChatBatchRequest(ChatRequest):
+    """The body: the fields of a chat, which hold for all conversations, and a list of conversations in `messages`."""
+
+    messages: Annotated[list[Conversation], Field(min_length=1, max_length=MAX_CHOICES)]  # type: ignore[assignment]
+
+    @model_validator(mode="after")
+    def _check_batch(self) -> ChatBatchRequest:
+        for name, is_wanted in (("stream", self.stream), ("tools", self.tools), ("n", self.n not in (None, 1))):
+            if is_wanted:
+                message = f"{name} is not supported in a batch; send each conversation to /v1/chat/completions"
+                raise ApiError(400, message, param=name)
+        return self
+
+    def chats(self) -> list[ChatRequest]:
+        """Return one request for each conversation."""
+        shared = {name: getattr(self, name) for name in ChatRequest.model_fields}
+        # The fields have been checked already.
+        return [ChatRequest.model_construct(**{**shared, "messages": messages}) for messages in self.messages]
+
+
+def add_chat_batch(router: APIRouter, gateway: Gateway) -> None:
+    """Add the route POST /v1/chat/completions/batch to a router."""
+
+    @router.post("/v1/chat/completions/batch", response_model=None, responses=answers(ChatBatch))
+    async def batch(body: ChatBatchRequest, request: Request) -> Response:
+        model = gateway.pick(body.model)
+        response_id = choose_id(body.request_id, request)
+        chats = body.chats()
+        plan = await plan_with_media(model, chats, request, lambda served, media: plan_chats(chats, served, media))
+        formats = [ChatFormat(chat, plan, response_id, model.name, model.tokenizer) for chat in chats]
+        generation = await start(model, plan, request, is_streamed=False)
+        return await whole(generation, request, lambda choices, usage: _join(formats, choices, usage))
+
+
+def _join(formats: Sequence[ChatFormat], choices: Sequence[Delta], usage: Json) -> Json:
+    """Return one chat completion with a choice for each conversation."""
+    bodies = [each.whole([choice], usage) for each, choice in zip(formats, choices, strict=True)]
+    joined = []
+    for body in bodies:
+        about_prompt = {name: body.pop(name) for name in _ABOUT_PROMPT}
+        joined.append({**body["choices"][0], **about_prompt})
+    return {**bodies[0], "choices": joined}

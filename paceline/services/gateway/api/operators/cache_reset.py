@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import is_cancelled
+from paceline.services.common.tasks import is_cancelled
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.operators.bodies import CacheReset
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker

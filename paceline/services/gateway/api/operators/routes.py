@@ -19,7 +19,6 @@ from paceline.core.options import secrets_of
 from paceline.proto import kvtransfer_pb2
 from paceline.services.gateway.api.api_schema import TEXT, answers
 from paceline.services.gateway.api.operators.bodies import FleetState, Load, ServerInfo, Trace, Version
-from paceline.services.gateway.fleet.ledgers import rate, read_ledger
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.error_responses import ErrorResponse
@@ -27,6 +26,7 @@ from paceline.services.gateway.http.errors import ApiError, to_api_error
 from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.telemetry.metrics import figures
+from paceline.services.gateway.telemetry.snapshot import rate, read_ledger
 from paceline.services.gateway.telemetry.trace_book import KEPT
 from paceline.services.gateway.telemetry.trace_json import describe
 

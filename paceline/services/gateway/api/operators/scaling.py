@@ -25,7 +25,7 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.answer_format import Body
+from paceline.services.gateway.planning.request_body import Body
 
 NewRole = Literal["prefill", "decode", "standby"]
 

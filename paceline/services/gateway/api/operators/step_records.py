@@ -10,8 +10,8 @@ from fastapi import APIRouter, Query
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import worker_pb2, worker_pb2_grpc
-from paceline.services.common.cancellation import is_cancelled
 from paceline.services.common.registry import Member
+from paceline.services.common.tasks import is_cancelled
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.operators.bodies import FleetSteps
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker

@@ -16,14 +16,14 @@ from paceline.services.gateway.api.responses.output import (
     ResponseFunctionCall,
     ResponseMessage,
     Status,
+    TextLogprobs,
     Thought,
 )
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
-from paceline.services.gateway.api.responses.text_logprobs import TextLogprobs
 from paceline.services.gateway.api.responses.tools import Toolbox
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import event
-from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from pydantic import ConfigDict
 
-from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.chat_schemas import ContentPart, text_of
+from paceline.services.gateway.planning.request_body import Body
 
 Json = dict[str, Any]
 Content: TypeAlias = str | list[ContentPart]

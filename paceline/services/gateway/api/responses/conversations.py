@@ -23,12 +23,12 @@ from paceline.services.gateway.api.responses.conversation_store import (
 )
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
 from paceline.services.gateway.api.responses.schemas import Metadata
-from paceline.services.gateway.http.access.decisions import DECISIONS
+from paceline.services.gateway.http.bounds import BYTE_COST
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.memory import BYTE_COST
+from paceline.services.gateway.http.paths import DECISIONS
 from paceline.services.gateway.http.request_scope import aside, scope_of
-from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.media.parts import name_places
+from paceline.services.gateway.planning.request_body import Body
 
 MAX_NEW_ITEMS = 20
 """The most items that a client adds at once."""

@@ -19,9 +19,9 @@ from paceline.services.gateway.api.responses.tool_items import (
     FunctionCallItem,
     McpCallItem,
 )
-from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.chat_schemas import ContentPart, TextPart
 from paceline.services.gateway.planning.media.parts import MediaPart
+from paceline.services.gateway.planning.request_body import Body
 
 Json = dict[str, Any]
 

@@ -17,8 +17,8 @@ from paceline.services.gateway.api.responses.items import InputItem, ReferenceIt
 from paceline.services.gateway.api.responses.runs import RESTARTED
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
 from paceline.services.gateway.api.responses.store import Record, ResponseStore
+from paceline.services.gateway.http.bounds import BYTE_COST, RequestMemory
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.memory import BYTE_COST, RequestMemory
 from paceline.services.gateway.planning.media.parts import name_places
 from paceline.services.gateway.store.database import StoreError
 from paceline.services.gateway.store.store import Check

@@ -17,7 +17,7 @@ from paceline.services.gateway.api.responses.tool_items import McpCallItem, Tool
 from paceline.services.gateway.api.responses.tools import Toolbox
 from paceline.services.gateway.http.errors import ApiError, ContextLengthError
 from paceline.services.gateway.planning.chat_prompt import media_of
-from paceline.services.gateway.planning.media.expansion import NO_ITEMS, Expansions
+from paceline.services.gateway.planning.media.items import NO_ITEMS, Expansions
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_chat
 from paceline.services.gateway.planning.schemas import ChatRequest, GenerationRequest

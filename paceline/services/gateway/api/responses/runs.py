@@ -13,9 +13,9 @@ from typing import NamedTuple
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.generation import Generation
+from paceline.services.gateway.api.respond import event_stream
 from paceline.services.gateway.api.responses.builder import Json, ResponseBuilder, encode
 from paceline.services.gateway.api.responses.store import Record, ResponseStore
-from paceline.services.gateway.api.streaming import event_stream
 from paceline.services.gateway.http.errors import ApiError, to_api_error
 from paceline.services.gateway.store.database import StoreError
 from paceline.services.gateway.store.store import Check

@@ -8,10 +8,10 @@ from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from paceline.services.gateway.api.responses.items import InputItem, MessageItem
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answer_format import AnswerFormat, Body, JsonSchemaFormat
+from paceline.services.gateway.planning.answer_format import AnswerFormat, JsonSchemaFormat
 from paceline.services.gateway.planning.chat_schemas import ReasoningEffort
 from paceline.services.gateway.planning.media.parts import name_places
-from paceline.services.gateway.planning.named_request import warn_of_hosted_tools
+from paceline.services.gateway.planning.request_body import Body, warn_of_hosted_tools
 from paceline.services.gateway.planning.schemas import GenerationRequest
 
 Json = dict[str, Any]

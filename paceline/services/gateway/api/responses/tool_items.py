@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from paceline.services.gateway.api.responses.conversation import ConversationItem, Messages
-from paceline.services.gateway.planning.answer_format import Body
 from paceline.services.gateway.planning.chat_schemas import ContentPart, TextPart, kind_of_part
 from paceline.services.gateway.planning.media.parts import MediaPart
+from paceline.services.gateway.planning.request_body import Body
 
 Json = dict[str, Any]
 

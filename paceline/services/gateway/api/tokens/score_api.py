@@ -17,10 +17,9 @@ from paceline.services.gateway.api.tokens.bodies import LabelScores, Ranking, Sc
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.answer_format import Body
-from paceline.services.gateway.planning.named_request import NamedRequest
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_scores
+from paceline.services.gateway.planning.request_body import Body, NamedRequest
 from paceline.services.gateway.planning.sampling import check_ids, check_no_media
 from paceline.services.gateway.planning.schemas import MAX_LOGPROB_TOKENS, TokenId
 from paceline.services.gateway.planning.scoring import Cut, label_probabilities, probability

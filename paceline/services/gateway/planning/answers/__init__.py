@@ -1,8 +1,7 @@
 """Answers as clients of chats see them: content, reasoning and tool calls, parsed from the text of a model.
 
-parts           what an answer consists of
 reader          text that comes piece by piece, for parsers that read it from the beginning to the end
-answer          the parts of one answer, while its text is being read
+answer          the parts of an answer, and the answer whose text is being read
 form            how a model marks its reasoning and writes tool calls; `forms` has one file for each family
 parser          one answer's parser
 expressions     pieces of grammars; `values` and `schemas` make them of the JSON schemas of tools

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from paceline.core.json_grammar.parameters import ArgumentTypes
-from paceline.services.gateway.planning.answers.answer import Answer, new_call_id
+from paceline.services.gateway.planning.answers.answer import Answer, Part, join_parts, new_call_id
 from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
-from paceline.services.gateway.planning.answers.parts import Part, join_parts
 from paceline.services.gateway.planning.answers.reader import EndOfAnswerError, FormError, Reader, Steps
 
 _NO_TOOLS: Mapping[str, ArgumentTypes] = {}

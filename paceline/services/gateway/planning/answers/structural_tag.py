@@ -16,8 +16,8 @@ from paceline.core.errors import ConstraintError
 from paceline.core.grammar import MAX_TEXT_BYTES, OPTIONS, check_grammar, check_options, expression_of
 from paceline.core.json_grammar.strings import quoted
 from paceline.core.types import ConstraintKind
-from paceline.services.gateway.http.fail_fast import FailFast
 from paceline.services.gateway.planning.answers.expressions import ANY_TEXT, Spelling, regex, without
+from paceline.services.gateway.planning.request_body import FailFast
 
 
 class _Form(FailFast):

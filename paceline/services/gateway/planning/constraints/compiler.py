@@ -10,10 +10,11 @@ import logging
 import socket
 import subprocess
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.core import env
 from paceline.core.config import GatewayConfig
@@ -24,10 +25,15 @@ from paceline.core.types import Constraint
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.http.pool import OwnerTurns
 from paceline.services.gateway.planning.constraints.fields import WantedConstraint
-from paceline.services.gateway.planning.constraints.known import KnownOutcomes, Outcome
 from paceline.services.gateway.planning.constraints.server import OWNER_BYTES, READY, TOO_LARGE, TOO_LATE, TrialLimits
 from paceline.services.gateway.planning.constraints.trial import read_outcome
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+
+Outcome: TypeAlias = Constraint | InvalidRequestError | None
+"""The constraint, or the error that its request gets; None if there is nothing to constrain."""
+
+_BASE_BYTES = 1 << 10
+"""Memory of an outcome beside its texts."""
 
 START_SECONDS = 60.0
 """Longest time for the process to start, which reads the tokenizers."""
@@ -47,6 +53,50 @@ _TRIES = 2
 """A trial is done again if the process has ended meanwhile."""
 
 log = logging.getLogger(__name__)
+
+
+class KnownOutcomes:
+    """The last outcomes of each owner, up to a sum of bytes. If they are too many, the largest owner's oldest goes.
+
+    An owner gets only its own outcomes. Otherwise the time of an answer would tell what others have sent.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._left = max_bytes
+        self._owners: dict[str, OrderedDict[bytes, Outcome]] = {}
+        self._bytes: dict[str, int] = {}
+
+    def find(self, owner: str, digest: bytes) -> tuple[Outcome] | None:
+        """Return the outcome as a tuple of one; None if it is not known."""
+        own = self._owners.get(owner)
+        if own is None or digest not in own:
+            return None
+        own.move_to_end(digest)
+        return (own[digest],)
+
+    def add(self, owner: str, digest: bytes, outcome: Outcome) -> None:
+        """Remember an outcome."""
+        own = self._owners.setdefault(owner, OrderedDict())
+        if digest in own:
+            return
+        own[digest] = outcome
+        self._count(owner, _size(outcome))
+        while self._left < 0:
+            largest = max(self._bytes, key=self._bytes.__getitem__)
+            _, oldest = self._owners[largest].popitem(last=False)
+            self._count(largest, -_size(oldest))
+            if not self._owners[largest]:
+                del self._owners[largest], self._bytes[largest]
+
+    def _count(self, owner: str, size: int) -> None:
+        self._bytes[owner] = self._bytes.get(owner, 0) + size
+        self._left -= size
+
+
+def _size(outcome: Outcome) -> int:
+    if isinstance(outcome, Constraint):
+        return _BASE_BYTES + len(outcome.text) + len(outcome.grammar) + sum(map(len, outcome.unenforced))
+    return _BASE_BYTES + len(str(outcome))
 
 
 def about_model(config: GatewayConfig, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, PrivateAttr, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.services.gateway.planning.answer_format import Body
-from paceline.services.gateway.planning.media.expansion import Expansions
-from paceline.services.gateway.planning.media.items import ItemKind, MediaItem
+from paceline.services.gateway.planning.media.items import Expansions, ItemKind, MediaItem
+from paceline.services.gateway.planning.request_body import Body
 
 Json = dict[str, Any]
 

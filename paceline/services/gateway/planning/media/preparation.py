@@ -12,12 +12,10 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.planning.media.budget import RequestBudget
-from paceline.services.gateway.planning.media.expansion import NO_ITEMS, NOTHING, Expansion, Expansions
-from paceline.services.gateway.planning.media.items import ItemKind, MediaItem
+from paceline.services.gateway.planning.media.items import NO_ITEMS, NOTHING, Expansion, Expansions, ItemKind, MediaItem
 from paceline.services.gateway.planning.media.loader import MediaService
-from paceline.services.gateway.planning.media.loading import ItemLoading
+from paceline.services.gateway.planning.media.loading import ItemLoading, RecentMedia, not_kept, recall, without_data
 from paceline.services.gateway.planning.media.processors.base import OPTIONS_FIELD, Processor
-from paceline.services.gateway.planning.media.recent import RecentMedia, not_kept, recall, without_data
 
 T = TypeVar("T")
 Json = Mapping[str, Any]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.services.gateway.api.choice import Delta, join_deltas
 from paceline.services.gateway.api.messages.answer import MessageFormat, MessageWriter
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,

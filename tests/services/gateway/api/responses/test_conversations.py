@@ -12,7 +12,7 @@ import pytest
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.responses import conversation_store
 from paceline.services.gateway.api.responses.conversation_store import Conversation, ConversationStore
-from paceline.services.gateway.http import memory
+from paceline.services.gateway.http.bounds import BYTE_COST, RequestMemory
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
 from tests.services.gateway.api.responses.conftest import SEED, call, prompt_of, recite
@@ -86,12 +86,12 @@ async def test_pages_of_items_take_memory_before_they_are_read(agents: Stack, mo
     conversations = agents.openai.conversations
     made = await conversations.create(items=[{**said("x" * 1000), "id": f"msg_{index}"} for index in range(3)])
     taken: list[int] = []
-    monkeypatch.setattr(memory.RequestMemory, "take", lambda self, owner, size: taken.append(size))
+    monkeypatch.setattr(RequestMemory, "take", lambda self, owner, size: taken.append(size))
     await conversations.items.list(made.id)
-    assert sum(taken) > 3 * 1000 * memory.BYTE_COST
+    assert sum(taken) > 3 * 1000 * BYTE_COST
     taken.clear()
     await conversations.items.retrieve("msg_1", conversation_id=made.id)
-    assert 1000 * memory.BYTE_COST < sum(taken) < 2000 * memory.BYTE_COST
+    assert 1000 * BYTE_COST < sum(taken) < 2000 * BYTE_COST
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -11,7 +11,7 @@ import pytest
 from paceline.core.grammar import grammar_of
 from paceline.core.types import Constraint
 from paceline.services.common.wire import sampling_from_pb
-from paceline.services.gateway.api.tokens.render import render
+from paceline.services.gateway.api.tokens.render_api import render
 from paceline.services.gateway.planning.answers.registry import TOOL_FORMS, choose_forms
 from paceline.services.gateway.planning.plan import ServedModel
 from paceline.services.gateway.planning.planning import plan_chat

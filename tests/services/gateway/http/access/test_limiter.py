@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.gateway.http.access.admission import Admission
 from paceline.services.gateway.http.access.book import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
+from paceline.services.gateway.http.access.meter import Admission
 from paceline.services.gateway.http.access.shares import Use
-from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.refusals import Reason
+from paceline.services.gateway.http.errors import ApiError, Reason
 
 HEARTBEAT = 1.5
 """Seconds between two reports of a gateway to the others."""

@@ -8,10 +8,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from paceline.services.gateway.planning.answers.answer import Part, join_parts
 from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.form import ReasoningMarks, ToolForm
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import Part, join_parts
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 """Any text, also with quotes, backslashes, brackets and line breaks."""

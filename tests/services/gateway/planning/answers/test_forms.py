@@ -11,10 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.expressions import ToolSpelling
-from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
-from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,
@@ -22,6 +19,9 @@ from paceline.services.gateway.planning.answers.parts import (
     Reasoning,
     calls_of,
 )
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.form import ChannelForm, ReasoningMarks, ToolForm
+from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.answers.registry import REASONING_FORMS, TOOL_FORMS
 from tests.services.gateway.planning.answers.pieces import CALLS, PLACES, TEXT, cut_at, parse
 from tests.services.gateway.planning.answers.vocabulary import Vocabulary

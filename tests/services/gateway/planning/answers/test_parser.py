@@ -10,11 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.answer import Answer
-from paceline.services.gateway.planning.answers.form import ReasoningMarks
-from paceline.services.gateway.planning.answers.forms.hermes import Hermes
-from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
+    Answer,
     CallArguments,
     CallBegin,
     Content,
@@ -22,6 +19,9 @@ from paceline.services.gateway.planning.answers.parts import (
     Reasoning,
     calls_of,
 )
+from paceline.services.gateway.planning.answers.form import ReasoningMarks
+from paceline.services.gateway.planning.answers.forms.hermes import Hermes
+from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from paceline.services.gateway.planning.answers.reader import Steps
 from tests.services.gateway.planning.answers.pieces import CALLS, TEXT, cut, parse
 

@@ -14,9 +14,11 @@ from llguidance import LLTokenizer
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.grammar import compile_grammar
+from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.pool import OwnerTurns
 from paceline.services.gateway.planning.constraints import compiler
+from paceline.services.gateway.planning.constraints.compiler import KnownOutcomes
 from paceline.services.gateway.planning.constraints.fields import ConstraintFields, WantedConstraint
 from paceline.services.gateway.planning.constraints.trial import fault, read_outcome
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -25,6 +27,39 @@ from tests.services.gateway.planning.constraints.desk import Desk, children, is_
 
 PREPARE, LAUNCH = Gateway.prepare, compiler.launch
 """The functions themselves, which the tests of gateways replace."""
+
+
+def constraint(size: int) -> Constraint:
+    return Constraint(ConstraintKind.GRAMMAR, "x" * size, frozenset({1}))
+
+
+def test_an_outcome_is_its_owner_s_alone() -> None:
+    known, error = KnownOutcomes(1 << 20), InvalidRequestError("wrong", "tools")
+    known.add("a", b"1", error)
+    known.add("a", b"2", None)
+    assert known.find("a", b"1") == (error,)
+    assert known.find("a", b"2") == (None,)
+    assert known.find("b", b"1") is None
+    assert known.find("a", b"3") is None
+
+
+def test_the_owner_with_the_most_bytes_loses_its_oldest_outcomes() -> None:
+    known = KnownOutcomes(40_000)
+    known.add("small", b"0", constraint(1000))
+    for number in range(9):
+        known.add("large", bytes([number]), constraint(8000))
+        known.find("large", b"\0")
+    kept = [number for number in range(9) if known.find("large", bytes([number]))]
+    assert kept == [0, 6, 7, 8]  # the first one was in use
+    assert known.find("small", b"0")
+
+
+def test_one_outcome_may_be_too_large() -> None:
+    known = KnownOutcomes(10_000)
+    known.add("a", b"0", constraint(20_000))
+    assert known.find("a", b"0") is None
+    known.add("a", b"1", constraint(10))
+    assert known.find("a", b"1")
 
 
 async def test_a_constraint_comes_with_the_grammar_that_a_worker_compiles(desk: Desk) -> None:

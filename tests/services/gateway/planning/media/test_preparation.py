@@ -15,8 +15,7 @@ from paceline.core.errors import BusyError, ConfigError, InvalidRequestError
 from paceline.core.media import MediaKind
 from paceline.services.gateway.http.errors import MediaError
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.planning.media.expansion import Expansions, TokenRun
-from paceline.services.gateway.planning.media.items import MediaItem
+from paceline.services.gateway.planning.media.items import Expansions, MediaItem, TokenRun
 from paceline.services.gateway.planning.media.loader import MediaService
 from paceline.services.gateway.planning.media.preparation import MediaPreparer
 from paceline.services.gateway.planning.media.processors.base import Processor

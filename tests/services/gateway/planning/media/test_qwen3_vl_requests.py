@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.core.media import MediaKind, MediaSpan
-from paceline.services.gateway.planning.media.expansion import TokenRun
+from paceline.services.gateway.planning.media.items import TokenRun
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.services.gateway.conftest import Stack, StartStack
 from tests.services.gateway.planning.media.samples import data_url, image_file, picture, video_file

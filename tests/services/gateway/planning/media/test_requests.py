@@ -15,7 +15,7 @@ from PIL import Image
 from paceline.core.media import MediaSpan
 from paceline.proto import common_pb2
 from paceline.services.common.wire import spans_from_pb
-from paceline.services.gateway.planning.media.expansion import TokenRun
+from paceline.services.gateway.planning.media.items import TokenRun
 from paceline.services.gateway.planning.media.processors.base import Processor
 from tests.services.gateway.conftest import PATIENCE, Stack, StartStack
 from tests.services.gateway.toy_model import BOI, EOI, IMAGE, USER

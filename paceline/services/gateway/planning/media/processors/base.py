@@ -13,9 +13,9 @@ from PIL import Image
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaInput, MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
-from paceline.services.gateway.planning.media.expansion import Expansion
 from paceline.services.gateway.planning.media.items import (
     SAMPLING_RATE,
+    Expansion,
     FrameSampling,
     ImageSize,
     ItemKind,

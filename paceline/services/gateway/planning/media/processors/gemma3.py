@@ -13,8 +13,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Piece, TokenRun
-from paceline.services.gateway.planning.media.items import ImageSize, ItemKind, MediaTokens
+from paceline.services.gateway.planning.media.items import Expansion, ImageSize, ItemKind, MediaTokens, Piece, TokenRun
 from paceline.services.gateway.planning.media.processors.base import (
     OPTIONS_FIELD,
     Pixels,

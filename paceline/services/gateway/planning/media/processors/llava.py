@@ -11,8 +11,7 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
-from paceline.services.gateway.planning.media.items import ImageSize, ItemKind, MediaTokens
+from paceline.services.gateway.planning.media.items import Expansion, ImageSize, ItemKind, MediaTokens, TokenRun
 from paceline.services.gateway.planning.media.processors.base import (
     Pixels,
     Processor,

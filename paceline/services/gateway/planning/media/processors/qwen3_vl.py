@@ -14,8 +14,15 @@ from PIL import Image
 
 from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, Piece, TokenRun
-from paceline.services.gateway.planning.media.items import FrameSampling, ImageSize, ItemKind, MediaTokens
+from paceline.services.gateway.planning.media.items import (
+    Expansion,
+    FrameSampling,
+    ImageSize,
+    ItemKind,
+    MediaTokens,
+    Piece,
+    TokenRun,
+)
 from paceline.services.gateway.planning.media.processors.base import (
     MAX_FRAME_PIXELS,
     OPTIONS_FIELD,

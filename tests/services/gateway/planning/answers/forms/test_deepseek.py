@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import Content, calls_of
 from paceline.services.gateway.planning.answers.forms.deepseek import DeepSeek, DeepSeekV3, DeepSeekV31
-from paceline.services.gateway.planning.answers.parts import Content, calls_of
 from tests.services.gateway.planning.answers.pieces import parse
 
 CALLS = [("f", '{"a": "```"}'), ("g", "{}")]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.forms.gemma import FunctionGemma, Gemma4Form
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import CallArguments, CallBegin, Content, Reasoning, calls_of
 from paceline.services.gateway.planning.answers.registry import REASONING_FORMS
 from tests.services.gateway.planning.answers.forms.written import allowed, tool
 from tests.services.gateway.planning.answers.pieces import parse

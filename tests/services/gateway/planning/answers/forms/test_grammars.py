@@ -11,11 +11,11 @@ from typing import Any
 import jsonschema
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import Content, calls_of
 from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.form import ChannelForm
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import Content, calls_of
 from paceline.services.gateway.planning.answers.registry import TOOL_FORMS
 from tests.services.gateway.planning.answers.vocabulary import Vocabulary
 from tests.services.gateway.toy_model import write_toy_model

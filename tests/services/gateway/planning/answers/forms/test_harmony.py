@@ -9,11 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.planning.answers.expressions import ToolSpelling
-from paceline.services.gateway.planning.answers.forms.harmony import Harmony
-from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
-from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,
@@ -21,6 +17,10 @@ from paceline.services.gateway.planning.answers.parts import (
     Reasoning,
     calls_of,
 )
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.forms.harmony import Harmony
+from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
+from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from tests.services.gateway.planning.answers.forms.written import tool
 from tests.services.gateway.planning.answers.pieces import ARGUMENTS, NAMES, TEXT, cut
 from tests.services.gateway.planning.answers.pieces import parse as parse_parts

@@ -15,10 +15,10 @@ import pytest
 from paceline.core.errors import ConstraintError
 from paceline.core.grammar import check_grammar, unenforced
 from paceline.core.types import ConstraintKind
+from paceline.services.gateway.planning.answers.answer import calls_of
 from paceline.services.gateway.planning.answers.expressions import Spelling, ToolSpelling, schema
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.grammar import answer_grammar
-from paceline.services.gateway.planning.answers.parts import calls_of
 from paceline.services.gateway.planning.answers.registry import TOOL_FORMS
 from tests.fuzz.schemas import random_schema
 from tests.services.gateway.planning.answers.pieces import parse

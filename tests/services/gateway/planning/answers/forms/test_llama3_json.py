@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import Content, calls_of
 from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.forms.llama3_json import Llama3Json
-from paceline.services.gateway.planning.answers.parts import Content, calls_of
 from tests.services.gateway.planning.answers.pieces import parse
 
 CALL = '{"name": "f", "parameters": {"a": 1.0}}'

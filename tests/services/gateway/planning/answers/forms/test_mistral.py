@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import Call, Content, calls_of
 from paceline.services.gateway.planning.answers.forms.mistral import Mistral
-from paceline.services.gateway.planning.answers.parts import Call, Content, calls_of
 from tests.services.gateway.planning.answers.pieces import parse
 
 

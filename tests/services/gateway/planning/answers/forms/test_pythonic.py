@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from paceline.services.gateway.planning.answers.answer import CallArguments, Content, calls_of
 from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.forms.pythonic import Llama4Pythonic, Olmo3, Pythonic
 from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import CallArguments, Content, calls_of
 from tests.services.gateway.planning.answers.pieces import parse
 
 

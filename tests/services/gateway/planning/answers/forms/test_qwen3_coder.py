@@ -9,10 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.json_grammar.parameters import ArgumentTypes
-from paceline.services.gateway.planning.answers.expressions import ToolSpelling
-from paceline.services.gateway.planning.answers.forms.qwen3_coder import Qwen3Coder
-from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
-from paceline.services.gateway.planning.answers.parts import (
+from paceline.services.gateway.planning.answers.answer import (
     CallArguments,
     CallBegin,
     Content,
@@ -20,6 +17,9 @@ from paceline.services.gateway.planning.answers.parts import (
     calls_of,
     join_parts,
 )
+from paceline.services.gateway.planning.answers.expressions import ToolSpelling
+from paceline.services.gateway.planning.answers.forms.qwen3_coder import Qwen3Coder
+from paceline.services.gateway.planning.answers.parser import AnswerParser, read_answer
 from tests.services.gateway.planning.answers import pieces
 from tests.services.gateway.planning.answers.forms.written import allowed, tool
 from tests.services.gateway.planning.answers.pieces import TEXT, cut

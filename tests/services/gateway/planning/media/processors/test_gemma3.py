@@ -15,9 +15,9 @@ from transformers.models.gemma3 import processing_gemma3
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from paceline.core.errors import InvalidRequestError
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
+from paceline.services.gateway.planning.chat_prompt import encode_prompt
+from paceline.services.gateway.planning.media.items import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.gemma3 import Gemma3Processor, read_gemma3
-from paceline.services.gateway.planning.media_prompt import encode_prompt
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 CONFIG = {"vision_config": {"image_size": 64}, "mm_tokens_per_image": 16}

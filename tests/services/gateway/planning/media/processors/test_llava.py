@@ -7,7 +7,7 @@ import pytest
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from paceline.core.errors import InvalidRequestError, ModelError
-from paceline.services.gateway.planning.media.expansion import TokenRun
+from paceline.services.gateway.planning.media.items import TokenRun
 from paceline.services.gateway.planning.media.processors.llava import LlavaProcessor, read_llava
 
 CONFIG = {"vision_config": {"image_size": 56, "patch_size": 14}, "image_token_index": 7}

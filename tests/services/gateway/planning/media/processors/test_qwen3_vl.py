@@ -24,7 +24,7 @@ from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.core.media import MediaKind
 from paceline.services.common.rpc import MAX_MESSAGE_BYTES
 from paceline.services.common.wire import media_input_to_pb
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
+from paceline.services.gateway.planning.media.items import Expansion, TokenRun
 from paceline.services.gateway.planning.media.processors.qwen3_vl import (
     PixelBounds,
     Qwen3VLProcessor,

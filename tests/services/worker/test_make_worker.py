@@ -10,7 +10,7 @@ from paceline.core.types import Key
 from paceline.engine.runner import ModelRunner
 from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2
-from paceline.services.worker.warm_up import warm_up
+from paceline.services.worker.make_worker import warm_up
 from tests.services.worker.conftest import StartHost
 from tests.tiny_checkpoints import SaveTiny
 

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.core.kv_layout import NO_SLOT, GroupShape, make_layout
 from paceline.core.types import Key
+from paceline.services.worker.event_stream import count_blocks
 from paceline.services.worker.leases import Reservation
-from paceline.services.worker.reports import count_blocks
 from tests.services.worker.conftest import StartHost, prompts
 
 PROMPT = list(range(1, 101))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from paceline.services.gateway.http.access.peers import is_foreign_page, is_local, is_rebound
+from paceline.services.gateway.http.access.callers import is_foreign_page, is_local, is_rebound
 
 TCP = ("127.0.0.1", 8000)
 SOCKET = ("/run/paceline.sock", None)

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from paceline.core.media import MediaInput, MediaKind
-from paceline.services.gateway.planning.media.expansion import Expansion, TokenRun
-from paceline.services.gateway.planning.media.recent import RecentMedia
+from paceline.services.gateway.planning.media.items import Expansion, TokenRun
+from paceline.services.gateway.planning.media.loading import RecentMedia
 
 
 def expansion(size: int) -> Expansion:

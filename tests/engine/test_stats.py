@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.core.step_record import StepRecord
 from paceline.core.types import Key, Token
+from paceline.engine.stats import StepLog
 from paceline.engine.step import Chunk, ChunkResult, Step, StepResult
-from paceline.engine.step_log import StepLog
 
 
 def prompt(start: int, length: int) -> tuple[Chunk, ChunkResult]:

@@ -1,4 +1,4 @@
-"""The base class of bodies that clients may send, which checks the names of their fields.
+"""The base classes of everything that clients send: values from JSON, and bodies, which check the names of fields.
 
 Known fields that are not supported are refused by name, because a client that sends `tools` prefers an error to an
 answer without them. Unknown fields are ignored with a warning, as clients of other servers expect.
@@ -10,10 +10,10 @@ import logging
 from collections.abc import Iterable
 from typing import Any
 
-from pydantic import ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.planning.answer_format import Body
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,44 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change answers and that a body refuses if it does not have them. Each has the values that are accepted
 because they ask for nothing."""
+
+
+class FailFast(BaseModel):
+    """A model whose lists and objects end at their first error, because a million errors would fill the memory.
+
+    A field for an integer takes 5.0, too: JSON has one kind of numbers, and some clients write each with a point.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        if cls.__pydantic_complete__:
+            return schema  # it was marked when the class was made
+        left: list[object] = [schema]
+        while left:
+            part = left.pop()
+            if isinstance(part, dict):
+                if part.get("type") in ("list", "dict"):
+                    part["fail_fast"] = True
+                elif part.get("type") in ("model-field", "default", "nullable") and part["schema"]["type"] == "int":
+                    # Not within lists: to call a function for each of their numbers would take long.
+                    part["schema"] = core_schema.no_info_before_validator_function(_whole, part["schema"])
+                left += part.values()
+            elif isinstance(part, list | tuple):
+                left += part
+        return schema
+
+
+def _whole(value: object) -> object:
+    """Return a number without a fraction as an integer, and all else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+class Body(FailFast):
+    """Base class of all parts of a request's body."""
+
+    # Strict, so that "5" is not taken for a number, nor true for a token id.
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
 class NamedRequest(Body):

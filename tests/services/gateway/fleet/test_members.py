@@ -5,7 +5,7 @@ import pytest
 from paceline.proto.fleet_pb2 import PlanReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.registry import Member, Role
-from paceline.services.gateway.fleet.fleet_summary import FleetSummary, facts_of
+from paceline.services.gateway.fleet.members import FleetSummary, facts_of
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 
 

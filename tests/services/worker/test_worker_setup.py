@@ -10,7 +10,7 @@ from paceline.core.config import WorkerConfig
 from paceline.core.numerics import Numerics
 from paceline.kernels.native.kernels import INTEGER_PRODUCTS
 from paceline.kernels.native.library import instruction_sets
-from paceline.services.worker.compute_options import ComputeOptions
+from paceline.services.worker.worker_setup import ComputeOptions
 
 
 @pytest.mark.parametrize("instruction_set", instruction_sets())

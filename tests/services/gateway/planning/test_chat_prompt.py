@@ -13,9 +13,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from paceline.core.errors import ModelError
 from paceline.core.media import MediaInput, MediaKind, MediaSpan
-from paceline.services.gateway.planning.media.expansion import Piece, TokenRun
-from paceline.services.gateway.planning.media.items import MediaTokens
-from paceline.services.gateway.planning.media_prompt import encode_prompt, media_tokens
+from paceline.services.gateway.planning.chat_prompt import encode_prompt, media_tokens
+from paceline.services.gateway.planning.media.items import MediaTokens, Piece, TokenRun
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.services.gateway.toy_model import (
     ASSISTANT,

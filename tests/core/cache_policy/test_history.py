@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.core.cache_policy.sources import LEVELS, Sources
+from paceline.core.cache_policy.history import LEVELS, Sources
 
 
 def test_a_new_source_is_believed() -> None:
