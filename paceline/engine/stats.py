@@ -80,7 +80,7 @@ class SchedulerStats:
         self.log.note(step, result)
         self.host_cpu_seconds += result.host_cpu_seconds
         # A chunk that follows a context which has ended computes nothing.
-        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        alive = [chunk for chunk, outcome in zip(step.chunks, result.chunks) if outcome.tokens or not chunk.follows]
         tokens = sum(chunk.length for chunk in alive)
         self.loads.count(tokens, sum(chunk.end for chunk in alive), result.seconds)
         prompts = sum(chunk.prefills for chunk in alive)

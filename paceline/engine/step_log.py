@@ -27,14 +27,14 @@ class StepLog:
     def note(self, step: Step, result: StepResult) -> None:
         """Note a step that was computed. It must be cheap, because the next step may wait for it."""
         prompt_tokens = prompt_pairs = sequences = drafts = context_tokens = 0
-        for chunk, own in zip(step.chunks, result.chunks, strict=True):
+        for chunk, outcome in zip(step.chunks, result.chunks, strict=True):
             start, length = chunk.start, chunk.length
             if not chunk.follows:
                 prompt_tokens += length
                 prompt_pairs += length * start + length * (length + 1) // 2
-            elif own.tokens:  # otherwise the context has ended, and nothing is computed
+            elif outcome.tokens:  # otherwise the context has ended, and nothing is computed
                 sequences += 1
-                drafts += own.drafted
+                drafts += outcome.drafted
                 context_tokens += start + length
         what = prompt_tokens, prompt_pairs, sequences, drafts, context_tokens
         number = self._noted
