@@ -137,10 +137,10 @@ def generate(loaded: Loaded, way: Way, device: torch.device = CPU) -> list[list[
         scheduler = Scheduler(limits, Speculation(loaded.max_drafts, adaptive=False))
         engine = Engine(scheduler, loaded.runner(pool, limits), events.put, events.put)
         engine.start()
-        for index, (prompt, own) in enumerate(zip(way.prompts, tables)):
+        for index, (prompt, block_tables) in enumerate(zip(way.prompts, tables)):
             filled = len(prompt) // loaded.layout.alignment * loaded.layout.alignment if reused else 0
             sampling = SamplingParams(max_tokens=TOKENS)
-            key, copied = Key(str(index), 1, 1), [[*table] for table in own]
+            key, copied = Key(str(index), 1, 1), [[*table] for table in block_tables]
             engine.add(Request(key, Context(prompt), len(prompt), sampling, loaded.layout, copied, filled))
         outputs = _collect(events, len(way.prompts))
         engine.stop()

@@ -54,7 +54,7 @@ def make_lines(count: int, model: str, tokens: int = 16) -> list[Json]:
 
 
 async def patiently(ask: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-    """Return an answer of a gateway that may be starting again."""
+    """Return an answer of a gateway, and retry while the gateway is starting again."""
     async with asyncio.timeout(PATIENCE):
         while True:
             try:
@@ -83,7 +83,7 @@ async def status(http: httpx.AsyncClient, batch_id: str) -> Json:
 
 
 async def wait_for(http: httpx.AsyncClient, batch_id: str, done: int | None = None) -> Json:
-    """Wait until a batch has ended, or has that many answers, and return it."""
+    """Wait until a batch has ended, or has `done` answers, and return it."""
     while True:
         batch = await status(http, batch_id)
         counts = batch["request_counts"]

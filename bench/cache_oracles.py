@@ -77,7 +77,7 @@ class Belady(CachePolicy):
 class Returning(Forecast):
     """A policy that knows which blocks are needed again, but not when. It evicts all other blocks first.
 
-    The gap to Belady shows what knowing the times is worth.
+    The gap to Belady shows the gain from knowing the times.
     """
 
     def __init__(self, slots: int, trace: Trace) -> None:

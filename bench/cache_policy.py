@@ -14,9 +14,9 @@ blocks are requested again, but not when. `--take` measures the time to make roo
 conversations with one system prompt to one key. With `--shared-prompts` all keys share the system prompts.
 
 `--hints` adds rows for the first policy with hints. After each request the policy is told which of its blocks will be
-requested again: after all requests (`all`), after a random half of them (`half`), or after all, with one of five hints
-wrong (`wrong`). A wrong hint is the opposite of the truth: none about blocks that return, or one about the whole
-context although nothing of it returns.
+requested again: after all requests (`all`), after a random half of them (`half`), or after all requests, with one of
+five hints wrong (`wrong`). A wrong hint is the opposite of the truth: no hint about blocks that return, or a hint about
+a whole context of which no block returns.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _HINT_SECONDS = 300.0
 
 
 def hinted_blocks(trace: Trace, quality: str, seed: int = 0) -> list[int]:
-    """Return for each request how many of its first blocks are hinted; for the qualities see the module."""
+    """Return, for each request, the number of its first blocks that are hinted. The module describes the qualities."""
     draw = random.Random(f"hints/{quality}/{seed}")
     last = {block: index for index, blocks in enumerate(trace) for block in blocks}
     found = []

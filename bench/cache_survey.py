@@ -3,7 +3,7 @@
     python -m bench.cache_survey --seeds 101 102 103
     python -m bench.cache_survey --seeds 101 102 103 --hints all half wrong
 
-The figure is the policy's hit ratio divided by the larger one of LRU and ARC, the least over all seeds. With
+The figure is the policy's hit ratio divided by the larger hit ratio of LRU and ARC: the least over all seeds. With
 `--hints` it is the hit ratio with hints divided by the one without (see `bench.cache_policy` for the qualities). It is
 infinite if the divisor is 0.
 """
@@ -36,12 +36,12 @@ def compare(kind: str, seed: int, slots: int, policy: str, qualities: Sequence[s
     def hit_ratio(name: str, hinted: Sequence[int] = ()) -> float:
         return replay(trace, slots, find_policy(name)(slots), hinted).ratio
 
-    own = hit_ratio(policy)
+    policy_ratio = hit_ratio(policy)
     if not qualities:
         better = max(map(hit_ratio, RIVALS))
-        yield own / better if better else math.inf
+        yield policy_ratio / better if better else math.inf
     for quality in qualities:
-        yield hit_ratio(policy, hinted_blocks(trace, quality, seed)) / own if own else math.inf
+        yield hit_ratio(policy, hinted_blocks(trace, quality, seed)) / policy_ratio if policy_ratio else math.inf
 
 
 def main() -> int:

@@ -55,7 +55,7 @@ class Report:
     quiet: Figures = field(default_factory=dict)
     busy: Figures = field(default_factory=dict)
     seen: dict[str, list[float]] = field(default_factory=dict)
-    """For each kind of change, how long each took until the last gateway knew it."""
+    """For each kind of change, the times until the last gateway knew of it."""
     faults: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
@@ -70,8 +70,8 @@ def requests(ids: range, rate: float, seconds: float, seed: int) -> tuple[Reques
     beginnings = [tuple(shared.choices(ids, k=SHARED_TOKENS)) for _ in range(PROMPTS)]
     found, at = [], 0.0
     while (at := at + draw.expovariate(rate)) < seconds:
-        own = tuple(draw.choices(ids, k=OWN_TOKENS))
-        found.append(Request(draw.choice(beginnings) + own, ANSWER_TOKENS, at=at))
+        new_tokens = tuple(draw.choices(ids, k=OWN_TOKENS))
+        found.append(Request(draw.choice(beginnings) + new_tokens, ANSWER_TOKENS, at=at))
     return tuple(found)
 
 
@@ -175,7 +175,9 @@ class ControlPlane:
     # ---- faults
 
     async def _suffer(self, fault: Callable[[], Awaitable[None]]) -> dict[str, int]:
-        """Send requests before, during and after a fault. Return how many were sent and how many failed."""
+        """Send requests before, during and after a fault. Return the numbers of requests that were sent and that
+        failed.
+        """
         gone = [gateway.count("is gone") for gateway in self._stage.gateways]
         running = asyncio.create_task(self._stream(self._options.fault_seconds))
         await asyncio.sleep(self._options.fault_seconds / 4)
@@ -237,7 +239,9 @@ def show(report: Report) -> str:
         for name, value in getattr(report, part).items()
     ]
     rows += [["seen after, s", what, f"{max(times):.2f} at most"] for what, times in report.seen.items()]
-    rows += [["Redis " + what, name, str(count)] for what, own in report.faults.items() for name, count in own.items()]
+    rows += [
+        ["Redis " + what, name, str(count)] for what, counts in report.faults.items() for name, count in counts.items()
+    ]
     return table(["", "figure", "value"], rows)
 
 

@@ -48,12 +48,12 @@ class GatewayProcess:
         await asyncio.to_thread(self.process.wait_for, "serving")
 
     def count(self, text: str) -> int:
-        """Return how many messages have contained a text so far."""
+        """Return the number of messages so far that contain a text."""
         self._read()
         return sum(text in message for _, message in self._lines)
 
     async def wait_for(self, text: str, times: int, seconds: float) -> None:
-        """Wait until so many messages contain a text. Raises TimeoutError."""
+        """Wait until `times` messages contain a text. Raises TimeoutError."""
         async with asyncio.timeout(seconds):
             while True:
                 if self.count(text) >= times:
@@ -61,7 +61,9 @@ class GatewayProcess:
                 await asyncio.sleep(0.1)
 
     async def moment_of(self, name: str, text: str, seconds: float) -> float:
-        """Return when the gateway has logged a message with a name and a text, on time.time(). Raises TimeoutError."""
+        """Return the time, on time.time(), at which the gateway logged a message with a name and a text. Raises
+        TimeoutError.
+        """
         async with asyncio.timeout(seconds):
             while True:
                 self._read()
@@ -124,7 +126,7 @@ class Stage:
         await wait_for_redis(self.redis_url, START_SECONDS)
 
     async def start_workers(self, workers: int, blocks: int) -> None:
-        """Start so many workers. Every second process reaches Redis through the gate."""
+        """Start `workers` workers. Every second process reaches Redis through the gate."""
         begins = [workers * number // self._processes for number in range(self._processes + 1)]
         counts = [end - begin for begin, end in itertools.pairwise(begins)]
         self.fleets = [
@@ -174,13 +176,15 @@ class Stage:
         return {**used, "stand-ins": sum(_cpu_seconds(fleet.pid) for fleet in self.fleets)}
 
     async def all_cpu_seconds(self) -> dict[str, float]:
-        """Return the same with Redis, by its own account."""
+        """Return the same figures and the CPU time that Redis reports."""
         async with contextlib.aclosing(redis.asyncio.Redis.from_url(self.redis_url)) as client:
             info = await client.info("cpu")
         return {"Redis": info["used_cpu_sys"] + info["used_cpu_user"], **self.cpu_seconds()}
 
     async def placements(self) -> dict[float, float]:
-        """Return how many placements of all gateways took at most so much CPU time, by the bounds of the histogram."""
+        """Return, for each bound of the histogram, the number of placements of all gateways that took at most this much
+        CPU time.
+        """
         counts: dict[float, float] = {}
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
             for gateway in self.gateways:
@@ -191,10 +195,10 @@ class Stage:
 
 
 def placement_seconds(counts: Mapping[float, float]) -> dict[str, float]:
-    """Return the CPU time of a placement in milliseconds, as far as a histogram tells.
+    """Return the CPU time of a placement in milliseconds, estimated from a histogram.
 
     Args:
-        counts: for each bound in seconds, how many placements did not take longer.
+        counts: for each bound in seconds, the number of placements that took at most this long.
     """
     total = counts.get(float("inf"), 0.0)
     if not total:

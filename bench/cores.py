@@ -1,4 +1,4 @@
-"""How well the native kernels share work among cores that differ in speed, or in their distance to memory.
+"""Measure how well the native kernels share work among cores that differ in speed, or in their distance to memory.
 
     python -m bench.cores [--rows 1 8 512] [--busy 1] [--instruction-set avx2]
 
@@ -55,10 +55,10 @@ def main() -> None:
             alone = {core: rate([core]) for core in cores}
             together = rate(cores)
             print(f"{rows} rows: {together:.1f} GFLOP/s together, {together / sum(alone.values()):.0%} of the sum of")
-            print("   " + ", ".join(f"core {core}: {own:.1f}" for core, own in alone.items()), flush=True)
+            print("   " + ", ".join(f"core {core}: {core_rate:.1f}" for core, core_rate in alone.items()), flush=True)
             for name, team in nodes.items() if len(nodes) > 1 else ():
-                own = ", ".join(f"{other}: {rate(team, memory):.1f}" for other, memory in nodes.items())
-                print(f"   cores of {name}, with weights in the memory of {own}", flush=True)
+                node_rates = ", ".join(f"{other}: {rate(team, memory):.1f}" for other, memory in nodes.items())
+                print(f"   cores of {name}, with weights in the memory of {node_rates}", flush=True)
 
 
 def measure(team: Sequence[int], memory: Sequence[int], rows: int, rounds: int, instruction_set: str) -> float:
@@ -85,14 +85,14 @@ def make(threads: int, rows: int, instruction_set: str) -> Callable[[], Callable
 
     def start() -> Callable[[], object]:
         kernels = NativeKernels(threads, instruction_set)
-        passes = [layers_pass(kernels, own, inputs[size_in]) for own, (size_in, _) in zip(layers, SHAPES)]
+        passes = [layers_pass(kernels, weight, inputs[size_in]) for weight, (size_in, _) in zip(layers, SHAPES)]
         return lambda: [run() for run in passes]
 
     return start
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of a run: the mean of as many as take RUN_SECONDS."""
+    """Return the seconds of a run: the mean over as many runs as fit into RUN_SECONDS."""
     run()
     began, count = time.perf_counter(), 0
     while (took := time.perf_counter() - began) < RUN_SECONDS:

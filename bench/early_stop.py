@@ -131,12 +131,12 @@ class Theirs:
     def decode(self) -> None:
         """Compute tokens one by one. The context grows in each call, which hardly changes the time of a token."""
         for token in self._ids[0, self._prompt :]:
-            own = self._found.past_key_values
-            self._found = self._model(token.view(1, 1), past_key_values=own, use_cache=True)
+            cache = self._found.past_key_values
+            self._found = self._model(token.view(1, 1), past_key_values=cache, use_cache=True)
 
 
 def ways(options: argparse.Namespace) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
-    """Return how each way computes the prompt, and the tokens after it."""
+    """Return, for each way, the functions that compute the prompt and the tokens after it."""
     config, sizes = e2b_config(options.width), (options.tokens, options.generated)
     loaded = load_random(RandomWeights(config, DTYPE, CPU), NativeKernels(options.threads), None)
     found: dict[str, Ours | Theirs] = {
@@ -145,7 +145,7 @@ def ways(options: argparse.Namespace) -> dict[str, tuple[Callable[[], object], C
     }
     if options.transformers:
         found["transformers"] = Theirs(transformers_model(config), *sizes)
-    return {name: (own.prefill, own.decode) for name, own in found.items()}
+    return {name: (functions.prefill, functions.decode) for name, functions in found.items()}
 
 
 def main() -> None:
@@ -160,13 +160,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
-        own = ways(options)
-        prefills, decodes = zip(*own.values())
+        both = ways(options)
+        prefills, decodes = zip(*both.values())
         prefill = [options.tokens / seconds for seconds in medians(options.rounds, *prefills)]
         decode = [options.generated / seconds for seconds in medians(options.rounds, *decodes)]
     rows = [
         [name, f"{fast:.0f}", f"{fast / prefill[0]:.2f}", f"{slow:.1f}"]
-        for name, fast, slow in zip(own, prefill, decode)
+        for name, fast, slow in zip(both, prefill, decode)
     ]
     print(table(["way", "prompt tokens/s", "times all layers", "tokens/s of one stream"], rows))
 

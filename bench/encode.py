@@ -75,10 +75,10 @@ def main() -> None:
 
         wanted, found = theirs().float(), ours().float()
         error = ((found - wanted).norm() / wanted.norm()).item()
-        own, other = medians(options.rounds, ours, theirs)
+        our_seconds, other = medians(options.rounds, ours, theirs)
     print(f"{len(found)} rows, {options.threads} threads, relative difference {error:.4f}")
-    print(f"Paceline     {own * 1e3:8.0f} ms")
-    print(f"transformers {other * 1e3:8.0f} ms, {other / own:.2f} times as long")
+    print(f"Paceline     {our_seconds * 1e3:8.0f} ms")
+    print(f"transformers {other * 1e3:8.0f} ms, {other / our_seconds:.2f} times as long")
 
 
 if __name__ == "__main__":

@@ -123,8 +123,11 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     kernels = NativeKernels(args.threads, args.instruction_set)
     layers = [random_layer(kernels, args)]
-    own = layers[0]
-    bytes_of = [sum(part[e].data.nbytes for part in (own.gate, own.up, own.down)) for e in range(args.experts)]
+    first_layer = layers[0]
+    bytes_of = [
+        sum(part[e].data.nbytes for part in (first_layer.gate, first_layer.up, first_layer.down))
+        for e in range(args.experts)
+    ]
     # Rows choose experts in turn, so that it is known how many are in use.
     used = min(args.experts, args.rows * args.top_k)
     layers += [random_layer(kernels, args) for _ in range(COPIES_BYTES // (used * bytes_of[0]))]

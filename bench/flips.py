@@ -48,7 +48,7 @@ PAUSE_SECONDS = (0.2, 1.5)
 
 @dataclass
 class Tally:
-    """What became of the streams, and which actions happened."""
+    """The outcomes of the streams, and the actions that happened."""
 
     actions: Counter[str] = field(default_factory=Counter)
     compared: int = 0
@@ -73,7 +73,7 @@ class Fleet:
         # A planner lets the last worker of a role leave only if there is no load.
         self._least = {role: max(least, int(has_planner)) for role, least in LEAST.items()}
         self._roles: dict[str, str] = {}
-        """The newest role of each worker that has got another one, by id."""
+        """The newest role of each worker that has changed its role, by id."""
         self._workers: dict[str, list[str]] = {}
         """Ids of each role's workers when the fleet was settled last."""
 
@@ -96,23 +96,23 @@ class Fleet:
 
     async def act(self, rng: random.Random) -> str:
         """Begin a random action that the bounds of both roles allow. Return its name. The fleet must be settled."""
-        own = self._workers
-        fewer = [role for role in LEAST if len(own[role]) > self._least[role]]
-        more = [role for role in LEAST if len(own[role]) < MOST[role]]
+        workers = self._workers
+        fewer = [role for role in LEAST if len(workers[role]) > self._least[role]]
+        more = [role for role in LEAST if len(workers[role]) < MOST[role]]
         # Flips between full roles exchange two workers.
         choices = {"flip": [role for role in fewer if OTHER[role] in more], "drain": fewer, "down": fewer, "up": more}
-        choices["exchange"] = ["both"] if own["prefill"] and len(own["decode"]) > LEAST["decode"] else []
+        choices["exchange"] = ["both"] if workers["prefill"] and len(workers["decode"]) > LEAST["decode"] else []
         if self._has_planner:
             del choices["drain"]  # the planner chooses the worker that leaves
         name = rng.choice([name for name, roles in choices.items() if roles])
         role = rng.choice(choices[name])
         if name == "exchange":
-            await self._flip({rng.choice(own[each]): OTHER[each] for each in OTHER})
+            await self._flip({rng.choice(workers[each]): OTHER[each] for each in OTHER})
         elif name == "flip":
-            await self._flip({rng.choice(own[role]): OTHER[role]})
+            await self._flip({rng.choice(workers[role]): OTHER[role]})
         else:
             self._wanted[role] += 1 if name == "up" else -1
-            await self._post({"drain": [rng.choice(own[role])]} if name == "drain" else {role: self._wanted[role]})
+            await self._post({"drain": [rng.choice(workers[role])]} if name == "drain" else {role: self._wanted[role]})
         return name
 
     async def _flip(self, roles: Mapping[str, str]) -> None:
@@ -128,20 +128,20 @@ class Fleet:
             raise RuntimeError(f"{body} was refused: {answer.text}")
 
     async def _is_settled(self) -> bool:
-        """Look at the fleet, and return whether it is as it should be."""
+        """Read the state of the fleet, and return whether it is the wanted one."""
         state, fleet = [(await self._client.get(path)).raise_for_status().json() for path in ("/fleet/scale", "/fleet")]
         seen = [each for each in fleet["workers"] if each["role"] in LEAST]
         self._workers = {role: [each["worker_id"] for each in seen if each["role"] == role] for role in LEAST}
         # The planner must have seen a flip before the next number comes, which would be the older one for it.
         is_known = all(self._wanted.items() <= each["pinned"].items() for each in fleet["planners"])
-        is_calm = all(own["ready"] == own["wanted"] and not own["draining"] for own in state.values())
+        is_calm = all(counts["ready"] == counts["wanted"] and not counts["draining"] for counts in state.values())
         is_flipped = all(self._roles.get(each["worker_id"], each["role"]) == each["role"] for each in seen)
         is_full = all(len(self._workers[role]) == state[role]["wanted"] == self._wanted[role] for role in LEAST)
         return is_known and is_calm and is_flipped and is_full and all(each["state"] == "ready" for each in seen)
 
 
 def long_requests(count: int, seed: int) -> list[Request]:
-    """Return requests of all kinds without clients that leave, and as many that run for some seconds."""
+    """Return requests of all kinds whose clients do not leave, and an equal number that run for some seconds."""
     rng = random.Random(seed)
     asked = [replace(each, leaves_after=None) for each in requests(count // 2, seed, VOCABULARY)]
     while len(asked) < count:
@@ -160,7 +160,7 @@ async def disturbed(
     actions: int,
     seed: int,
 ) -> Tally:
-    """Carry out actions under steady load, and return what became of the streams."""
+    """Carry out actions under steady load, and return the outcomes of the streams."""
     tally, over, began = Tally(), asyncio.Event(), time.monotonic()
 
     async def stream(first: int) -> None:
@@ -197,7 +197,7 @@ async def _act(fleet: Fleet, rng: random.Random, actions: int, tally: Tally) -> 
 
 
 async def measure(url: str, model: str, actions: int, count: int, seed: int) -> Tally:
-    """Return what became of the streams of a running stack, which has one worker of each role at least."""
+    """Return the outcomes of the streams of a running stack, which has at least one worker of each role."""
     asked = long_requests(count, seed)
     headers = {"Authorization": f"Bearer {admin_keys()[0]}"} if admin_keys() else {}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, trust_env=False) as client:

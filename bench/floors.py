@@ -38,7 +38,7 @@ with the first letters of the instruction sets that use it.
 """
 READ_BYTES = 200 << 20
 COMPUTE_SECONDS = 0.03
-"""About the time of one measurement of a rate of computing."""
+"""Approximate time of one measurement of a rate of computing, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def main() -> None:
         "one by one": (CalledOneByOne(options.threads, instruction_set), "none"),
         "torch": (ReferenceKernels(), "none"),
     }
-    models = {name: load_model(options.model, DTYPE, own, CPU, quantization=how) for name, (own, how) in ways.items()}
+    models = {name: load_model(options.model, DTYPE, used, CPU, quantization=how) for name, (used, how) in ways.items()}
     layout = make_layout(models["torch"].group_shapes, DTYPE.itemsize, "bench")
     slots = max(requests * layout.slots_for(context) for requests, _, context in PASSES.values())
     caches = layer_caches(layout, arena_memory(slots * layout.slot_bytes))
@@ -114,7 +114,7 @@ def main() -> None:
             inputs = ForwardInputs(ids, positions, caches, batch)
             runs += [lambda m=model: m.forward(inputs) for model in models.values()]  # noqa: B023
             floor, *each = (seconds * 1e3 for seconds in medians(options.rounds, *runs))
-            print(f"{name:<36}{floor:>9.1f}" + "".join(f"{own:>12.1f}" for own in each), flush=True)
+            print(f"{name:<36}{floor:>9.1f}" + "".join(f"{seconds:>12.1f}" for seconds in each), flush=True)
 
 
 if __name__ == "__main__":

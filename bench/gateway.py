@@ -58,7 +58,7 @@ _PARSERS = ("--tool-call-parser=hermes", "--reasoning-parser=think")
 
 
 class Way(NamedTuple):
-    """What requests ask for."""
+    """One kind of request."""
 
     chat: dict[str, Any] | None = None
     """Fields of a chat; None for a completion."""
@@ -87,7 +87,7 @@ class Gateway(NamedTuple):
 
 class Gateways(NamedTuple):
     plain: Gateway
-    """It parses nothing."""
+    """The gateway without parsers."""
     parsing: Gateway
 
 
@@ -151,8 +151,8 @@ async def stack(model: Path, step_seconds: float, worker: Reciter | None = None)
         listener = UnixListener(folder, lambda: EventConnection(reciter.outboxes))
         await listener.start()
         undo.push_async_callback(listener.close)
-        own = {"max_model_len": 8192, "max_seqs": 1024, "events": str(listener.path), "model": model_digest(model)}
-        member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", **own)
+        facts = {"max_model_len": 8192, "max_seqs": 1024, "events": str(listener.path), "model": model_digest(model)}
+        member = Member("reciter", "decode", 1, f"127.0.0.1:{port}", "h", **facts)
         registrar = Registrar(redis, "bench", lambda: member, UNSIGNED)
         await registrar.start()
         undo.push_async_callback(registrar.stop)
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     figures = asyncio.run(run(options))
-    rows = [(way, streams, row) for way, own in figures.items() for streams, row in own.items()]
+    rows = [(way, streams, row) for way, way_figures in figures.items() for streams, row in way_figures.items()]
     columns = list(rows[0][2])
     cells = [[way, str(streams), *(f"{row[column]:.1f}" for column in columns)] for way, streams, row in rows]
     print(table(["way", "streams", *columns], cells))

@@ -34,20 +34,21 @@ from paceline.proto import common_pb2, worker_pb2
 from paceline.services.decode.outbox import Outbox
 
 Arrivals = dict[str, list[tuple[float, int]]]
-"""For each stream, by the id of its request: when chunks came, on time.monotonic(), and their numbers of tokens."""
+"""For each stream, by the id of its request: the times of its chunks, on time.monotonic(), and their numbers of tokens.
+"""
 
 WARM_UP_TOKENS = 8
 """First tokens of each stream that do not count, because streams open one after another."""
 
 
 class Chorus(Reciter):
-    """Some workers in one, whose streams get a token in the same step. It knows when it sent each token."""
+    """Several workers in one. All streams of a worker get a token in each step. It notes the time of each token."""
 
     def __init__(self, step_seconds: float, workers: int) -> None:
         super().__init__(step_seconds, ())
         self._workers = workers
         self.sent: dict[str, list[float]] = {}
-        """For each request, when its tokens were sent, on time.monotonic()."""
+        """For each request, the times at which its tokens were sent, on time.monotonic()."""
         self._voices: dict[int, tuple[Outbox, str, int]] = {}
         self._over: dict[int, asyncio.Event] = {}
 
@@ -56,8 +57,8 @@ class Chorus(Reciter):
         for step in itertools.count(1):
             await asyncio.sleep(began + step * self._step_seconds / self._workers - time.monotonic())
             now = time.monotonic()
-            own = [voice for voice in self._voices.items() if voice[0] % self._workers == step % self._workers]
-            for number, (outbox, request_id, tokens) in own:
+            voices = [voice for voice in self._voices.items() if voice[0] % self._workers == step % self._workers]
+            for number, (outbox, request_id, tokens) in voices:
                 sent = self.sent[request_id]
                 outbox.token(number, Token(FIRST_ID + len(sent) % IDS))
                 sent.append(now)
@@ -80,7 +81,9 @@ class Chorus(Reciter):
 
 
 async def read_stream(url: str, request_id: str, tokens: int) -> list[tuple[float, int]]:
-    """Open one stream and return when its chunks came. Raises RuntimeError if it has not all tokens."""
+    """Open one stream and return the times of its chunks and their numbers of tokens. Raises RuntimeError if tokens are
+    missing.
+    """
     where = urlsplit(url)
     asked = {"prompt": [FIRST_ID], "max_tokens": tokens, "stream": True, "return_token_ids": True, "ignore_eos": True}
     body = json.dumps(asked).encode()
@@ -166,7 +169,7 @@ async def measure_streams(gateway: Gateway, chorus: Chorus, streams: int, tokens
 
 
 async def measure_consoles(gateway: Gateway, consoles: int, seconds: float) -> float:
-    """Return the share of a core that the gateway uses with so many open consoles."""
+    """Return the share of a core that the gateway uses with `consoles` open consoles."""
     async with contextlib.AsyncExitStack() as undo:
         client = await undo.enter_async_context(httpx.AsyncClient(base_url=gateway.url, timeout=60, trust_env=False))
         reading = [asyncio.create_task(_read_console(client)) for _ in range(consoles)]
@@ -196,9 +199,9 @@ async def run(options: argparse.Namespace) -> dict[str, float]:
         figures = await measure_streams(gateway, chorus, options.streams, options.tokens)
         shares: dict[int, list[float]] = {0: [], options.consoles: []}
         for _ in range(options.rounds):
-            for consoles, own in shares.items():
-                own.append(await measure_consoles(gateway, consoles, options.seconds))
-    without, with_consoles = (statistics.median(own) for own in shares.values())
+            for consoles, console_shares in shares.items():
+                console_shares.append(await measure_consoles(gateway, consoles, options.seconds))
+    without, with_consoles = (statistics.median(console_shares) for console_shares in shares.values())
     return {**figures, "idle_core_percent": 100 * without, "consoles_core_percent": 100 * (with_consoles - without)}
 
 

@@ -58,7 +58,7 @@ MODEL: Mapping[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 8192,
 }
-"""Its tokens take some milliseconds."""
+"""The random model. Each of its tokens takes some milliseconds."""
 CONNECTIONS = 4
 STREAMS, STREAM_TOKENS = 4, 100
 ITL_GOAL, HEALTH_GOAL = 1.2, 0.05
@@ -69,7 +69,7 @@ NICENESS = 5
 
 MIB = 1 << 20
 VALUES, OBJECTS, BYTES = 490_000, 49_000, 31 * MIB
-"""A little less than the gateway takes by default."""
+"""A little less than the gateway accepts by default."""
 
 Make = Callable[[], object]
 
@@ -100,7 +100,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a body costs."""
+    """The costs of a body."""
 
     path: str
     what: str
@@ -112,7 +112,7 @@ class Cost:
     itl_ratio: float = 0.0
     """ITL p99 of others while it is sent again and again, relative to a quiet time."""
     health_p99: float = 0.0
-    """99th percentile of GET /health then, in seconds."""
+    """99th percentile of GET /health while it is sent again and again, in seconds."""
     sent: int = 0
 
     @property
@@ -190,7 +190,7 @@ def _largest(schema: Json, openapi: Json) -> Iterator[tuple[str, Make]]:
                     yield f"{most} times {text[:40]}", lambda least=least, most=most: [least] * most
 
 
-def attack(url: str, own: Attack, seconds: float, connections: int = CONNECTIONS) -> Counter[str]:
+def attack(url: str, body: Attack, seconds: float, connections: int = CONNECTIONS) -> Counter[str]:
     """Send a body again and again. Runs in a process of its own. Returns the number of answers by status.
 
     Args:
@@ -209,7 +209,7 @@ def attack(url: str, own: Attack, seconds: float, connections: int = CONNECTIONS
             pause = 0.0
             try:
                 headers = {"Content-Type": "application/json", "Authorization": "Bearer hostile"}
-                connection.request("POST", own.path, own.body, headers)
+                connection.request("POST", body.path, body.body, headers)
                 answer = connection.getresponse()
                 counts[str(answer.status)] += 1
                 answer.read()
@@ -239,23 +239,23 @@ class Measurement:
         self._server = server
         self._rng = random.Random(1)
 
-    async def alone(self, own: Attack) -> Cost:
+    async def alone(self, body: Attack) -> Cost:
         """Send a body once, and ask for /health meanwhile."""
         begun = time.perf_counter()
-        job = self._attackers.submit(attack, self._url, own, 0)
+        job = self._attackers.submit(attack, self._url, body, 0)
         times = await self._health(job.done)
         status = ", ".join(job.result())
-        return Cost(own.path, own.what, status, time.perf_counter() - begun, max(times))
+        return Cost(body.path, body.what, status, time.perf_counter() - begun, max(times))
 
-    async def again(self, own: Attack, cost: Cost, seconds: float, quiet: float) -> Cost:
+    async def again(self, body: Attack, cost: Cost, seconds: float, quiet: float) -> Cost:
         """Send a body for some seconds beside streams."""
-        job = self._attackers.submit(attack, self._url, own, seconds)
+        job = self._attackers.submit(attack, self._url, body, seconds)
         times, itl = await asyncio.gather(self._health(job.done), self.streams(job.done))
         figures = {"itl_ratio": itl / quiet, "health_p99": percentile(times, 99), "sent": job.result().total()}
         return Cost(**{**asdict(cost), **figures})
 
     async def streams(self, is_over: Callable[[], bool]) -> float:
-        """Return the ITL p99 of streams until something is over."""
+        """Return the ITL p99 of streams that run until `is_over` returns True."""
         outcomes: list[Outcome] = []
         while not outcomes or not is_over():
             prompts = [tuple(self._rng.choices(range(200), k=16)) for _ in range(STREAMS)]
@@ -290,17 +290,17 @@ async def measure(url: str, options: argparse.Namespace) -> list[Cost]:
             if options.only:
                 openapi["paths"] = {path: openapi["paths"][path] for path in options.only}
             stack = Measurement(url, attackers, server)
-            for own in bodies(openapi, random.Random(options.seed), options.bodies):
-                cost = await stack.alone(own)
+            for body in bodies(openapi, random.Random(options.seed), options.bodies):
+                cost = await stack.alone(body)
                 told = f"{cost.status}, {cost.seconds:.2f} s, {1000 * cost.loop_delay:.0f} ms"
-                print(f"{own.path} {own.what}: {told}", flush=True)
-                if own.path not in worst or cost.loop_delay > worst[own.path][0].loop_delay:
-                    worst[own.path] = cost, own
+                print(f"{body.path} {body.what}: {told}", flush=True)
+                if body.path not in worst or cost.loop_delay > worst[body.path][0].loop_delay:
+                    worst[body.path] = cost, body
             found = []
-            for cost, own in worst.values():
+            for cost, body in worst.values():
                 end = time.monotonic() + options.seconds
                 quiet = await stack.streams(lambda end=end: time.monotonic() > end)
-                found.append(await stack.again(own, cost, options.seconds, quiet))
+                found.append(await stack.again(body, cost, options.seconds, quiet))
     return found
 
 

@@ -46,7 +46,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "secret.test": ("10.0.0.1",),
     "mixed.test": ("127.0.0.1", PUBLIC, "10.0.0.1"),
 }
-"""What the name server says honestly. `rebind.test` has another address each time, and `silent.test` no answer."""
+"""Names with honest answers. `rebind.test` has another address each time, and `silent.test` has no answer."""
 
 
 class NoNetworkError(RuntimeError):
@@ -70,7 +70,7 @@ def enter() -> None:
 
 
 def _own_arguments() -> list[str]:
-    """Return what follows the name of Python in the command of this program, which runs as a module."""
+    """Return the arguments after the name of Python in the command of this program, which runs as a module."""
     return sys.orig_argv[1:]
 
 
@@ -106,7 +106,7 @@ _REDIRECTS = (
 
 
 def _paths() -> dict[str, tuple[Handler, frozenset[int]]]:
-    """Return what the web server does at each path, and which answers of the gateway are then right."""
+    """Return the web server's behaviour at each path, and the answers of the gateway that are right for it."""
     several = (("broken", BROKEN, DEAD), ("slow", SLOW, DEAD), ("large", TOO_MUCH, REFUSED_OR_DEAD))
     paths = {
         f"/{group}/{name.replace(' ', '-')}": (do, right) for group, all, right in several for name, do in all.items()
@@ -177,7 +177,7 @@ def _name(data: bytes) -> tuple[str, int]:
 
 @contextlib.asynccontextmanager
 async def servers() -> AsyncIterator[Counter[str]]:
-    """Run all servers. Yield how many connections each private server got: there may be none."""
+    """Run all servers. Yield the number of connections to each private server; any connection is a fault."""
     found: Counter[str] = Counter()
 
     async def private(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

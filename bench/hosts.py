@@ -1,4 +1,5 @@
-"""Measure the KV path between two hosts in a real stack: how fast blocks come, and how much of this prefill hides.
+"""Measure the KV path between two hosts in a real stack: the rate at which blocks come, and the part of this time that
+prefill hides.
 
     python -m bench.hosts ~/.cache/paceline/smollm2-135m-instruct --prompt-tokens 2000 --requests 12
     python -m bench.hosts … --transport grpc --mbit 800

@@ -296,13 +296,13 @@ def medians(rounds: int, *runs: Callable[[], object]) -> list[float]:
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(rounds):
-        for run, own in zip(runs, times):
+        for run, run_times in zip(runs, times):
             time.sleep(SPINNING_SECONDS)
             run()
             began = clock()
             run()
-            own.append(clock() - began)
-    return [statistics.median(own) for own in times]
+            run_times.append(clock() - began)
+    return [statistics.median(run_times) for run_times in times]
 
 
 def main() -> None:
@@ -338,11 +338,11 @@ def main() -> None:
             if options.only not in case.name:
                 continue
             runs = [case.make(kernels) for kernels in backends]
-            own, torch_time = (seconds / case.calls for seconds in medians(options.rounds, *runs))
+            our_time, torch_time = (seconds / case.calls for seconds in medians(options.rounds, *runs))
             floor = case.floor(native, floors, rates, dtype)
             print(
-                f"{name:<17}{case.name:<28}{case.rows:>7}{own * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
-                f"{torch_time / own:>9.2f}{floor / own:>10.0%}",
+                f"{name:<17}{case.name:<28}{case.rows:>7}{our_time * 1e6:>11.1f}{torch_time * 1e6:>11.1f}"
+                f"{torch_time / our_time:>9.2f}{floor / our_time:>10.0%}",
                 flush=True,
             )
 

@@ -69,7 +69,7 @@ MODELS: Mapping[str, Shapes] = {
 
 
 def padding(layout: KVLayout) -> float:
-    """Return the part of the slots that holds nothing, in contexts whose blocks are all kept."""
+    """Return the unused share of the slots' memory, in contexts whose blocks are all kept."""
     groups = layout.groups
     used = sum(group.shape.block_bytes(group.block_tokens, layout.itemsize) / group.block_tokens for group in groups)
     return 1 - used / layout.token_bytes

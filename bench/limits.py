@@ -1,4 +1,4 @@
-"""Whether the limits of keys hold under overload, with one gateway and with two, and what others notice of it.
+"""Measure whether the limits of keys hold under overload, with one gateway and with two, and what others notice of it.
 
     python -m bench.limits ~/.cache/paceline/models/smollm2-135m-instruct --seconds 60 --out limits.json
 
@@ -33,7 +33,7 @@ REQUESTS, TOKENS = 240, 6000
 PROMPT, ANSWER = [7] * 20, 10
 """The prompt, as token ids, and the tokens of each answer."""
 OVERLOAD = 5
-"""How many times its limit the key sends."""
+"""Multiple of its limit that the key sends."""
 PAUSE_SECONDS = 0.5
 OTHERS = "others"
 """The key without limits."""
@@ -49,13 +49,13 @@ class Figures:
     used: int
     """Requests or tokens that were admitted."""
     part: float
-    """The same, divided by the limit for this time."""
+    """`used`, divided by the limit for this time."""
     refused: int
     others_p50: float
     """Time of the other key's requests, in seconds."""
     others_p99: float
     others_p50_before: float
-    """The same while the first key sends no more than it may."""
+    """Time of the other key's requests while the first key sends no more than it may, in seconds."""
     others_p99_before: float
 
 

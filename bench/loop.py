@@ -159,16 +159,16 @@ def summary(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, float]]:
     first = next(iter(runs.values()))
     base = statistics.median(run.tokens_per_second for run in first)
     figures: dict[str, dict[str, float]] = {}
-    for name, own in runs.items():
-        speed = statistics.median(run.tokens_per_second for run in own)
+    for name, way_runs in runs.items():
+        speed = statistics.median(run.tokens_per_second for run in way_runs)
         figures[name] = {
             "tokens_per_second": speed,
             "ratio": speed / base,
-            "bubble": statistics.median(run.bubble for run in own),
-            "idle": statistics.median(run.idle for run in own),
-            "tokens_a_step": statistics.median(run.accepted_length for run in own),
-            "same_requests": sum(a == b for run in own for a, b in zip(run.tokens, first[0].tokens)),
-            "requests": sum(len(run.tokens) for run in own),
+            "bubble": statistics.median(run.bubble for run in way_runs),
+            "idle": statistics.median(run.idle for run in way_runs),
+            "tokens_a_step": statistics.median(run.accepted_length for run in way_runs),
+            "same_requests": sum(a == b for run in way_runs for a, b in zip(run.tokens, first[0].tokens)),
+            "requests": sum(len(run.tokens) for run in way_runs),
         }
     return figures
 
@@ -179,9 +179,9 @@ def print_header() -> None:
 
 
 def print_rows(text: str, batch: int, figures: Mapping[str, Mapping[str, float]]) -> None:
-    for name, own in figures.items():
+    for name, each in figures.items():
         print(
-            f"{text:<8}{batch:<7}{name:<32}{own['tokens_per_second']:>9.1f}{own['ratio']:>7.2f}{own['bubble']:>9.2%}{own['idle']:>8.2%}"
-            f"{own['tokens_a_step']:>15.2f}  {own['same_requests']:.0f} of {own['requests']:.0f}",
+            f"{text:<8}{batch:<7}{name:<32}{each['tokens_per_second']:>9.1f}{each['ratio']:>7.2f}{each['bubble']:>9.2%}{each['idle']:>8.2%}"
+            f"{each['tokens_a_step']:>15.2f}  {each['same_requests']:.0f} of {each['requests']:.0f}",
             flush=True,
         )

@@ -57,14 +57,14 @@ GOOD = {"type": "image_url", "image_url": {"url": data_url(image_file())}}
 
 @dataclass
 class Answers:
-    """What the attacking process has seen."""
+    """The answers that the attacking process has received."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By the kind of attack and the status."""
     wrong: list[str] = field(default_factory=list)
     private_connections: int = 0
     seconds: float = 0.0
-    """Of all requests together, from sending to the answer."""
+    """Seconds from sending to the answer, summed over all requests."""
 
 
 def attack(url: str, count: int, rate: float, seed: int, refused_only: bool, cheapest: bool) -> Answers:
@@ -77,7 +77,7 @@ def attack(url: str, count: int, rate: float, seed: int, refused_only: bool, che
     os.nice(NICENESS)
     attacks = Attacks(seed, URLS)
     made = itertools.repeat(CHEAPEST) if cheapest else iter(attacks.next, None)
-    chosen = (own for own in made if not (refused_only and 200 in own.answers))
+    chosen = (item for item in made if not (refused_only and 200 in item.answers))
     return asyncio.run(_attack(url, itertools.islice(chosen, count), rate, seed))
 
 
@@ -89,9 +89,9 @@ async def _attack(url: str, attacks: Iterable[Attack], rate: float, seed: int) -
         asyncio.TaskGroup() as group,
     ):
         begun = time.perf_counter()
-        for number, own in enumerate(attacks):
+        for number, item in enumerate(attacks):
             await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
-            group.create_task(_send(client, own, rng.choice((0, 0, 0, 1)), answers))
+            group.create_task(_send(client, item, rng.choice((0, 0, 0, 1)), answers))
     answers.private_connections = private.total()
     return answers
 
@@ -117,7 +117,7 @@ async def _send(client: httpx.AsyncClient, own: Attack, good: int, answers: Answ
 
 
 async def _trace(client: httpx.AsyncClient, name: str) -> str:
-    """Return the trace of a request, which says where it was when its answer was given up."""
+    """Return the trace of a request, which shows its place when its answer was given up."""
     try:
         return (await client.get(f"/trace/{name}")).text
     except httpx.HTTPError as error:
@@ -125,7 +125,7 @@ async def _trace(client: httpx.AsyncClient, name: str) -> str:
 
 
 class Usage:
-    """Looks at the anonymous memory in MiB and the CPU seconds of a stack's processes, by their names."""
+    """Reads the anonymous memory in MiB and the CPU seconds of a stack's processes, by their names."""
 
     def __init__(self, stack: Process) -> None:
         self._root = psutil.Process(stack.popen.pid)
@@ -150,7 +150,7 @@ class Usage:
         return found
 
     async def watch(self) -> None:
-        """Look every second until cancelled."""
+        """Read the memory every second until cancelled."""
         while True:
             await asyncio.sleep(1)
             await asyncio.to_thread(self.memory)
@@ -196,7 +196,7 @@ async def measure(stack: Process, url: str, options: argparse.Namespace, vocab: 
             begun, cpu_before = time.perf_counter(), usage.cpu_seconds()
             answers = await attacked(options.count, "attack")
             figures["attack_seconds"] = time.perf_counter() - begun
-            figures["cpu_s"] = {name: own - cpu_before[name] for name, own in usage.cpu_seconds().items()}
+            figures["cpu_s"] = {name: cpu - cpu_before[name] for name, cpu in usage.cpu_seconds().items()}
             watching.cancel()
             await alone("after")
             figures["memory_mib"] |= {"most": usage.most, "after": usage.memory()}

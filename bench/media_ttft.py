@@ -46,7 +46,7 @@ STREAMS, STREAM_TOKENS = 4, 64
 BURST_SECONDS = 0.2
 """Seconds between two images of a burst."""
 QUIET_ROUNDS = 4
-"""Times that the streams run alone."""
+"""Number of times that the streams run alone."""
 WAYS = {"encoders on the prefill worker": 0, "--encode 1": 1}
 
 
@@ -109,7 +109,9 @@ async def burst(url: str, count: int, seed: int) -> dict[str, dict[str, float]]:
         figures["alone"] = summarize(await streams(lambda: next(left, True)))["all"]
         files = [chat(picture(seed + number)) for number in range(count)]
         images = Workload(
-            "images", tuple(Request((), 2, at=BURST_SECONDS * i, chat=own) for i, own in enumerate(files)), count
+            "images",
+            tuple(Request((), 2, at=BURST_SECONDS * i, chat=file_bytes) for i, file_bytes in enumerate(files)),
+            count,
         )
         arriving = asyncio.create_task(server.run(images))
         figures["burst"] = summarize(await streams(arriving.done))["all"]
@@ -136,8 +138,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             now["transformers"] = first_token_of_transformers(reference, picture(options.seed + 10 * number), prompt)
             now["no image"], _ = asyncio.run(first_token(next(iter(urls.values())), None))
             if number > 0:  # the first round warms everything up
-                for way, own in now.items():
-                    seconds[way].append(own)
+                for way, way_seconds in now.items():
+                    seconds[way].append(way_seconds)
         bursts = {way: asyncio.run(burst(url, options.burst, options.seed + 10_000)) for way, url in urls.items()}
     return {"first_token_s": seconds, "bursts": bursts, "soft_tokens": prompt.count(reference.config.image_token_id)}
 
@@ -149,18 +151,18 @@ def report(figures: dict[str, Any]) -> None:
     rows = [
         [
             way,
-            f"{statistics.median(own):.3f}",
-            f"{min(own):.3f}",
-            f"{max(own):.3f}",
-            f"{peer / statistics.median(own):.2f}",
+            f"{statistics.median(way_seconds):.3f}",
+            f"{min(way_seconds):.3f}",
+            f"{max(way_seconds):.3f}",
+            f"{peer / statistics.median(way_seconds):.2f}",
         ]
-        for way, own in seconds.items()
+        for way, way_seconds in seconds.items()
     ]
     print(f"{figures['soft_tokens']} soft tokens")
     print(table(["first token", "median s", "least", "most", "times as fast as transformers"], rows))
     lines = []
-    for way, own in figures["bursts"].items():
-        alone, beside, images = own["alone"], own["burst"], own["images"]
+    for way, way_figures in figures["bursts"].items():
+        alone, beside, images = way_figures["alone"], way_figures["burst"], way_figures["images"]
         for name, row in (("alone", alone), ("beside images", beside)):
             times = [f"{row[each]:.1f}" for each in ("itl_ms_p50", "itl_ms_p99")]
             lines.append([way, f"streams {name}", *times, f"{row['itl_ms_p99'] / alone['itl_ms_p99']:.2f}", "", ""])
@@ -185,7 +187,9 @@ def main() -> int:
     report(figures)
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
-    return 1 if any(row["failures"] for own in figures["bursts"].values() for row in own.values()) else 0
+    return (
+        1 if any(row["failures"] for way_figures in figures["bursts"].values() for row in way_figures.values()) else 0
+    )
 
 
 if __name__ == "__main__":

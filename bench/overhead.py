@@ -67,8 +67,8 @@ def split(threads: Counter[tuple[str, str]], beside: float) -> Times:
 
 def overhead(figures: Times) -> float:
     """Return the share of the stack's CPU time that is not the forward pass."""
-    own = {title: seconds for title, seconds in figures.items() if title != CLIENT}
-    return 1 - own[FORWARD] / sum(own.values())
+    counted = {title: seconds for title, seconds in figures.items() if title != CLIENT}
+    return 1 - counted[FORWARD] / sum(counted.values())
 
 
 def worker_stats(metrics: str) -> Counter[tuple[str, str]]:
@@ -91,9 +91,9 @@ async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> 
         load = make_workload(workload, seed)
         await asyncio.sleep(SETTLE_SECONDS)
         stats, threads = worker_stats(await server.metrics()), cpu_times(names)
-        began, own = time.perf_counter(), time.process_time()
+        began, client_cpu = time.perf_counter(), time.process_time()
         outcomes = await server.run(load)
-        own, seconds = time.process_time() - own, time.perf_counter() - began
+        client_cpu, seconds = time.process_time() - client_cpu, time.perf_counter() - began
         threads = cpu_times(names) - threads
         await asyncio.sleep(SETTLE_SECONDS)
         stats = worker_stats(await server.metrics()) - stats
@@ -101,7 +101,9 @@ async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> 
         raise ServerError(f"{len(failed)} requests failed; the first: {failed[0]}")
     tokens = stats["decode", "sampled_tokens"]
     steps = stats["decode", "steps"]
-    figures = split(threads, sum(stats[role, "host_cpu_seconds"] for role in ("prefill", "decode"))) | {CLIENT: own}
+    figures = split(threads, sum(stats[role, "host_cpu_seconds"] for role in ("prefill", "decode"))) | {
+        CLIENT: client_cpu
+    }
     others = {
         "tokens a step": tokens / steps,
         "ms a step, by the clock": 1000 * seconds / steps,
@@ -113,7 +115,7 @@ async def measure(url: str, names: dict[int, str], workload: str, seed: int) -> 
 
 
 def medians(rounds: Sequence[Times]) -> Times:
-    return {title: statistics.median(own.get(title, 0.0) for own in rounds) for title in rounds[0]}
+    return {title: statistics.median(round_times.get(title, 0.0) for round_times in rounds) for title in rounds[0]}
 
 
 def main() -> None:
@@ -134,7 +136,7 @@ def main() -> None:
             seed = time.time_ns() % 10**9
             rounds.append(asyncio.run(measure(url, names_by_pid(stack), options.workload, seed)))
     figures, others = (medians(part) for part in zip(*rounds))
-    share = statistics.median(overhead(own) for own, _ in rounds)
+    share = statistics.median(overhead(round_times) for round_times, _ in rounds)
     rows = [[title, f"{value:.3f}"] for title, value in figures.items() if value >= 0.0005]
     rows += [["not the forward pass, % of the stack's", f"{100 * share:.1f}"]]
     print(table(["CPU time", "ms a step"], rows))

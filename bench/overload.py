@@ -1,5 +1,5 @@
-"""What an overloaded stack still does: its goodput, whether admitted requests meet their objectives, and whether
-Retry-After is honest.
+"""Measure an overloaded stack: its goodput, whether admitted requests meet their objectives, and whether Retry-After is
+honest.
 
     python -m bench.overload smollm2-135m-instruct --factor 3 --seconds 120 --out overload.json
 
@@ -39,7 +39,7 @@ FREE, BOUND = "free", "bound"
 LOOPS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Numbers of clients in the closed loops."""
 BEGIN = 0.1
-"""Share of the overload that is not measured, because the gateway learns the fleet's rate in it."""
+"""First share of the overload that is not measured, because the gateway then learns the fleet's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Outcome:
     status: int = 0
     retry_after: float = 0.0
     times: list[float] = field(default_factory=list)
-    """When each message with tokens came."""
+    """Times at which messages with tokens came."""
     is_return: bool = False
     """Whether the request came back after Retry-After."""
 
@@ -77,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What was measured of a number of requests. Times are in seconds."""
+    """The figures of several requests. Times are in seconds."""
 
     requests: int
     refused: int
@@ -95,7 +95,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """The overload beside what the stack can do."""
+    """The figures under overload, beside the stack's capacity."""
 
     capacity: float
     """Good requests per second in the best closed loop."""
@@ -152,7 +152,7 @@ async def closed_loop(client: Client, clients: int, seconds: float) -> list[Outc
 
 
 async def open_loop(client: Client, rate: float, seconds: float, seed: int) -> list[Outcome]:
-    """Return the outcomes of requests that come at a rate, and once again if they were told to."""
+    """Return the outcomes of requests that come at a rate. A refused one comes once more if it was told to."""
     rng, found, tasks = random.Random(seed), list[Outcome](), list[asyncio.Task[None]]()
     began = time.perf_counter()
 

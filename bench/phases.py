@@ -115,18 +115,18 @@ async def profile(server: Server, name: str, seed: int, vocab: int) -> dict[str,
 def show(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """Return a table with two columns per workload: milliseconds per token, and the share of the total."""
     header = ["phase", *(text for name in found for text in (f"{name}: ms a token", "share"))]
-    totals = [sum(own["phases"].values()) for own in found.values()]
+    totals = [sum(found_figures["phases"].values()) for found_figures in found.values()]
 
     def row(title: str, value: Callable[[Mapping[str, Mapping[str, float]]], float], shares: bool) -> list[str]:
         cells = [title]
-        for own, total in zip(found.values(), totals):
-            cells += [f"{value(own):.3f}", f"{value(own) / total:.1%}" if shares else ""]
+        for workload_figures, total in zip(found.values(), totals):
+            cells += [f"{value(workload_figures):.3f}", f"{value(workload_figures) / total:.1%}" if shares else ""]
         return cells
 
     first = next(iter(found.values()))
-    lines = [row(name, lambda own, n=name: own["phases"][n], True) for name in first["phases"]]  # type: ignore[misc]
-    lines.append(row("all", lambda own: sum(own["phases"].values()), True))
-    lines += [row(name, lambda own, n=name: own["beside"][n], False) for name in first["beside"]]  # type: ignore[misc]
+    lines = [row(name, lambda figures, n=name: figures["phases"][n], True) for name in first["phases"]]  # type: ignore[misc]
+    lines.append(row("all", lambda figures: sum(figures["phases"].values()), True))
+    lines += [row(name, lambda figures, n=name: figures["beside"][n], False) for name in first["beside"]]  # type: ignore[misc]
     return table(header, lines)
 
 

@@ -37,7 +37,7 @@ def side_by_side(rounds: Rounds, path: Path) -> None:
     for (workload, group), row in zip(lines, grid):
         row[0].set_ylabel(workload if group == "all" else f"{workload}\n({group})", rotation=0, ha="right", va="center")
         for name, axes in zip(SHOWN, row):
-            _bars(axes, [values_of(own, workload, group, name) for own in rounds.values()])
+            _bars(axes, [values_of(system_rounds, workload, group, name) for system_rounds in rounds.values()])
     for (name, title), axes in zip(SHOWN.items(), grid[0]):
         better = "more" if name.endswith("per_s") else "less"
         axes.set_title(f"{title}\n({better} is better)", fontsize=8)

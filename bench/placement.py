@@ -53,7 +53,7 @@ def candidate(number: int, draw: random.Random) -> Candidate:
 
 
 def request(hosts: int, draw: random.Random) -> Need:
-    """Return a request, of which some hosts have cached a part."""
+    """Return a request whose prompt is partly cached on some hosts."""
     holders = draw.sample(range(hosts), min(hosts, draw.choice([0, 1, 5, hosts])))
     cached = {f"h{host}": draw.choice([64, 64, 64, 512]) for host in holders}
     return Need(2000, prompt_tokens=draw.randint(600, 1900), cached=cached)

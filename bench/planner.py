@@ -103,7 +103,7 @@ def _decision(report: Report, actions: list[Action]) -> Decision:
 
 
 class Outcome(NamedTuple):
-    """What became of a fleet under a load."""
+    """The result of a fleet under a load."""
 
     minutes: dict[int, list[bool]]
     """For each request, whether it was within its objectives, by minute of arrival."""
@@ -132,7 +132,7 @@ def simulate(case: Case, policy: Policy, counts: dict[Role, int]) -> Outcome:
 
 
 def is_within(request: Request, case: Case) -> bool:
-    """Return whether a request kept its objectives. One that has not begun has not."""
+    """Return whether a request met its objectives. A request that has not begun has not met them."""
     if not request.first or request.first - request.arrived > case.ttft:
         return False
     late = sum(count for gap, count in request.gaps if gap > case.itl)
@@ -175,13 +175,13 @@ def main() -> None:
         policies += [(f"static {n} + {case.budget - n}", Static(), n) for n in (half - 1, half, half + 1)]
         policies.append(("llm-d's law", Law(case), half))
     outcomes = {name: simulate(case, policy, _counts(n, case)) for name, policy, n in policies}
-    own = outcomes["Paceline's planner"]
+    planned = outcomes["Paceline's planner"]
     if options.show:
-        sys.stdout.writelines(line + "\n" for line in own.lines)
+        sys.stdout.writelines(line + "\n" for line in planned.lines)
     counted = options.minutes - options.warm_up
     title = ("policy", "worst minute", f"minutes below 95 % of {counted}", "all requests", "devices")
     print(table(title, [_row(name, each, options.warm_up) for name, each in outcomes.items()]))
-    for minute, within in own.minutes.items():
+    for minute, within in planned.minutes.items():
         if minute >= options.warm_up and (share := statistics.fmean(within)) < GOAL:
             division, most = best_division(case, minute)
             print(f"minute {minute}: {share:.1%}; best division, {division}: {most:.1%}")

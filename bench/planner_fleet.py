@@ -32,7 +32,7 @@ class Machine(NamedTuple):
     decode_fixed: float
     decode_sequence: float
     decode_context: float
-    """For each token of context."""
+    """Seconds for each token of context."""
     max_seqs: int
     kv_tokens: int
     cold: float
@@ -82,7 +82,7 @@ class Fleet:
         self._pass(until)
 
     def arrive(self, request: Request) -> None:
-        """Take a request from a client."""
+        """Receive a request from a client."""
         self._traffic.setdefault(request.name, []).append(request)
         self.waiting.append(request)
         self._place()
@@ -108,7 +108,7 @@ class Fleet:
             self._revision += 1
 
     def leave(self, worker: Worker) -> None:
-        """Let a worker end. Its requests go on elsewhere, from their KV."""
+        """Let a worker end. Its requests continue on other workers from their KV."""
         self.workers.remove(worker)
         self._advance(worker)
         worker.epoch += 1
@@ -220,15 +220,15 @@ class Fleet:
             del worker.history[:10_000]
 
     def _step(self, worker: Worker) -> float:
-        own, count = self.machine, len(worker.running)
-        seconds = own.decode_fixed + own.decode_sequence * count + own.decode_context * worker.context
+        times, count = self.machine, len(worker.running)
+        seconds = times.decode_fixed + times.decode_sequence * count + times.decode_context * worker.context
         return self._slowed(worker, seconds)
 
     def _slowed(self, worker: Worker, seconds: float) -> float:
         return seconds * (self.machine.cold if self.at - worker.started < COLD_SECONDS else 1.0)
 
     def _schedule(self, worker: Worker) -> None:
-        """Foresee the end of the request that ends first."""
+        """Schedule the end of the request that ends first."""
         worker.epoch += 1
         if not worker.running:
             return
@@ -258,9 +258,9 @@ class Fleet:
         names = {each.name for each in (*self._started, *self._finished, *self.waiting)} | self._traffic.keys()
         traffic = {name: self._class(name, seconds) for name in sorted(names)}
         self._traffic, self._started, self._finished = {}, [], []
-        own = self.machine
+        times = self.machine
         roles = {
-            role: RoleReport(count, startup_seconds=own.startup, drain_seconds=own.drain, flip_seconds=own.flip)
+            role: RoleReport(count, startup_seconds=times.startup, drain_seconds=times.drain, flip_seconds=times.flip)
             for role, count in self.wanted.items()
         }
         workers = tuple(self._worker(each) for each in self.workers)

@@ -139,13 +139,13 @@ class StandInPlatform:
     async def have(self, role: Role, wanted: int, startup: float, victims: Sequence[str] = ()) -> None:
         """Start or drain workers until there are `wanted`. New ones serve after `startup` seconds."""
         self._count_devices()
-        own = [worker for worker in self._workers.values() if worker.role == role]
-        chosen = [worker for worker in own if worker.name in victims]
-        others = [worker for worker in reversed(own) if worker not in chosen]
-        for worker in [*chosen, *others][: max(0, len(own) - wanted)]:
+        role_workers = [worker for worker in self._workers.values() if worker.role == role]
+        chosen = [worker for worker in role_workers if worker.name in victims]
+        others = [worker for worker in reversed(role_workers) if worker not in chosen]
+        for worker in [*chosen, *others][: max(0, len(role_workers) - wanted)]:
             self._leaving[worker.name] = self._workers.pop(worker.name)
             self._spawn(self._end(worker))
-        for _ in range(wanted - len(own)):
+        for _ in range(wanted - len(role_workers)):
             self._numbers += 1
             worker = StandIn(f"worker-{self._numbers}", role, self._times[role], self._model)
             self._workers[worker.name] = worker
@@ -184,7 +184,7 @@ class StandInPlatform:
 
 
 class Figures(NamedTuple):
-    """What one fleet did."""
+    """The figures of one fleet."""
 
     within: dict[str, float]
     """Share of the requests of each minute that were within their objectives."""
@@ -278,19 +278,24 @@ def main() -> int:
         name: asyncio.run(measure(options.model, times, workload, name == "planner", options.record)) for name in names
     }
     minutes = list(next(iter(figures.values())).within)
-    rows = [[minute, *(f"{100 * own.within[minute]:.1f}" for own in figures.values())] for minute in minutes]
-    rows.append(["devices", *(f"{own.devices:.2f}" for own in figures.values())])
-    rows.append(["errors", *(str(own.errors) for own in figures.values())])
+    rows = [
+        [minute, *(f"{100 * fleet_figures.within[minute]:.1f}" for fleet_figures in figures.values())]
+        for minute in minutes
+    ]
+    rows.append(["devices", *(f"{fleet_figures.devices:.2f}" for fleet_figures in figures.values())])
+    rows.append(["errors", *(str(fleet_figures.errors) for fleet_figures in figures.values())])
     print(table(["minute", *(f"{name}, % within" for name in figures)], rows))
     for line in figures["planner"].decisions if "planner" in figures else ():
         print(f"  {line}")
-    for name, own in figures.items():
-        counted = {minute: share for minute, share in own.within.items() if int(minute) >= options.warm_up}
+    for name, fleet_figures in figures.items():
+        counted = {minute: share for minute, share in fleet_figures.within.items() if int(minute) >= options.warm_up}
         worst = min(counted, key=counted.__getitem__)
         print(f"{name}: worst minute {worst}: {100 * counted[worst]:.1f} %")
     if options.json:
-        options.json.write_text(json.dumps({name: own._asdict() for name, own in figures.items()}, indent=2) + "\n")
-    return 1 if any(own.errors for own in figures.values()) else 0
+        options.json.write_text(
+            json.dumps({name: fleet_figures._asdict() for name, fleet_figures in figures.items()}, indent=2) + "\n"
+        )
+    return 1 if any(fleet_figures.errors for fleet_figures in figures.values()) else 0
 
 
 if __name__ == "__main__":

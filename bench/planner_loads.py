@@ -13,18 +13,18 @@ from paceline.core.planner.objectives import Objectives
 
 
 class Arrival(NamedTuple):
-    """A request before anything has happened to it."""
+    """A request as it arrives."""
 
     at: float
     """Seconds since the beginning."""
     name: str
-    """Its class."""
+    """Name of its class."""
     prompt: int
     answer: int
 
 
 class Case(NamedTuple):
-    """Requests, the workers that serve them, and what these should achieve."""
+    """Requests, the workers that serve them, and the objectives."""
 
     arrivals: list[Arrival]
     machine: Machine
@@ -38,7 +38,7 @@ class Case(NamedTuple):
     """Seconds between two forecasts."""
 
     def objectives(self) -> Objectives:
-        """Return what a planner should achieve."""
+        """Return the objectives of a planner."""
         return planner_live.objectives(self.budget, self.ttft, self.itl, self.interval, self.forecast)
 
 

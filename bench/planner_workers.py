@@ -17,12 +17,12 @@ class Request:
     answer: int
     first: float = 0.0
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """Times between tokens and how many of them, for tokens on earlier workers."""
+    """Times between tokens on earlier workers, each with its number of tokens."""
     done: int = 0
-    """Tokens that earlier workers have made."""
+    """Number of tokens that earlier workers have generated."""
     decode: Worker | None = None
     joined: int = 0
-    """Steps of its worker when it joined."""
+    """Number of its worker's steps when it joined."""
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Worker:
     queue: deque[Request] = field(default_factory=deque)
     is_busy: bool = False
     reserved: int = 0
-    """Requests that have a place here while their prompt is computed."""
+    """Number of requests that have a place here while their prompt is computed."""
     running: dict[Request, None] = field(default_factory=dict)
     base: int = 0
     """Sum of contexts of running requests, less the worker's steps for each of them."""

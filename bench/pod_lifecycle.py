@@ -45,7 +45,7 @@ PROBES = 20
 
 @dataclass(frozen=True, slots=True)
 class PodTimes:
-    """What the manifests say about the end of a pod, in seconds."""
+    """The times of the end of a pod in the manifests, in seconds."""
 
     pre_stop: float
     grace: float
@@ -83,7 +83,7 @@ class Cluster:
         self.endpoints: dict[str, str] = {}
         """URLs of the gateways to which load balancers send new streams, by name."""
         self.ends: Counter[str] = Counter()
-        """How pods have ended."""
+        """Number of pods by the way in which they ended."""
         self.drains: list[float] = []
         """Seconds from SIGTERM to the end of each pod."""
         self._hurry = hurry
@@ -146,11 +146,11 @@ class Cluster:
 
 @dataclass
 class Outcomes:
-    """What clients saw."""
+    """The results of the clients."""
 
     good: int = 0
     lost: list[str] = field(default_factory=list)
-    """Why each lost stream was lost."""
+    """The reason for each lost stream."""
 
     def __str__(self) -> str:
         return f"{self.good} good streams, {len(self.lost)} lost {dict(Counter(self.lost)) if self.lost else ''}"
@@ -205,7 +205,7 @@ async def clients(
 async def run(
     folder: Path, streams: int, concurrency: int, hurry: float = 1.0, propagation: float = 5.0, pods: int = 2
 ) -> tuple[Outcomes, Cluster]:
-    """Replace all pods at least once, and until so many streams have ended. Return what clients saw.
+    """Replace all pods at least once, and until `streams` streams have ended. Return the results of the clients.
 
     Args:
         concurrency: streams at the same time.

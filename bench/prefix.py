@@ -1,4 +1,4 @@
-"""Measure what a cached prefix is worth: TTFT of a prompt that is cached nowhere, on the same host, or on another host.
+"""Measure the gain from a cached prefix: TTFT of a prompt that is cached nowhere, on the same host, or on another host.
 
 It also measures how many tokens of each turn of a conversation are computed.
 
@@ -42,7 +42,7 @@ from bench.systems import ending_on_sigterm
 KINDS = ("cold", "warm", "elsewhere", "disk")
 START_SECONDS = 180.0
 KNOWN_SECONDS = 1.0
-"""Time until gateways know of new full blocks."""
+"""Time until gateways know of new full blocks, in seconds."""
 MESSAGE, ANSWER = 60, 24
 """Tokens of the user's message and of the answer in each turn of the conversation."""
 NEW = 32

@@ -91,9 +91,9 @@ def main() -> int:
         return 1
     rows = []
     for figure in ("output tok/s", "prompt tok/s"):
-        own, other = ([statistics.median(each[figure]) for each in found[name]] for name in found)
-        cells = [f"{statistics.median(each):.1f} ({min(each):.1f}–{max(each):.1f})" for each in (own, other)]
-        rows.append([figure, *cells, f"{statistics.median(own) / statistics.median(other):.2f}"])
+        our_median, other = ([statistics.median(each[figure]) for each in found[name]] for name in found)
+        cells = [f"{statistics.median(each):.1f} ({min(each):.1f}–{max(each):.1f})" for each in (our_median, other)]
+        rows.append([figure, *cells, f"{statistics.median(our_median) / statistics.median(other):.2f}"])
     print(table(["figure", "ours", "llama.cpp", "ratio"], rows))
     if options.out:
         options.out.write_text(json.dumps(found, indent=1))

@@ -1,4 +1,4 @@
-"""Roll a cluster from the release before to this one under load, and count what its clients lose.
+"""Roll a cluster from the previous release to this one under load, and count the streams that its clients lose.
 
     python -m bench.rolling_upgrade ~/.cache/paceline/smollm2-135m-instruct --streams 1000
 
@@ -37,7 +37,7 @@ from tests.stack.reference import PROMPTS
 HERE = Path(__file__).resolve().parent.parent
 NATIVE = Path("paceline", "kernels", "native")
 SETTLE_SECONDS = 3.0
-"""Pause after each step, in which the load goes on with what runs now."""
+"""Pause after each step of the upgrade, while the load continues, in seconds."""
 
 
 def newest_tag() -> str:
@@ -74,7 +74,7 @@ class Upgrade:
         """Names of each host's processes; the first is its kvtransfer."""
 
     def start(self) -> list[str]:
-        """Start everything with the release before. Return the names of the gateways."""
+        """Start everything with the previous release. Return the names of the gateways."""
         services = self._services
         roles = ("prefill", "decode")
         names = ["kvtransfer-0", "kvtransfer-1", *(f"{role}-{host}" for host in (0, 1) for role in roles)]
@@ -95,7 +95,7 @@ class Upgrade:
             await self.begin(name)
 
     async def gateway(self, name: str, url: str) -> None:
-        """Upgrade a gateway. It ends its streams first, or tells its clients to go on elsewhere."""
+        """Upgrade a gateway. It first ends its streams, or tells its clients to continue at another gateway."""
         await asyncio.to_thread(self._services.processes[name].stop)
         self._services.releases.pop(name)
         self._services.start_again(name)
@@ -119,7 +119,7 @@ async def answers(url: str) -> None:
 
 
 async def ended(report: Report, streams: int) -> None:
-    """Wait until so many streams have ended, or one went wrong."""
+    """Wait until `streams` streams have ended, or one has failed."""
     while True:
         if report.ended >= streams or report.wrong:
             return
@@ -127,7 +127,7 @@ async def ended(report: Report, streams: int) -> None:
 
 
 async def roll(services: Services, before: Path, arguments: argparse.Namespace) -> Report:
-    """Start the cluster, load it, upgrade it, and return what the clients saw."""
+    """Start the cluster, load it, upgrade it, and return the results of the clients."""
     upgrade, report = Upgrade(services, before), Report()
     names = await asyncio.to_thread(upgrade.start)
     urls = [services.url_of(name) for name in names]

@@ -67,14 +67,14 @@ def best(runs: list[Run]) -> tuple[float, float, float]:
 
 def show(runs: Runs) -> str:
     """Return a table with a line for each context and batch."""
-    lines = [[f"{place[0]}, {place[1]}", *map("{:.1f}".format, best(own))] for place, own in runs.items()]
+    lines = [[f"{place[0]}, {place[1]}", *map("{:.1f}".format, best(point_runs))] for place, point_runs in runs.items()]
     return table(["context, batch", *TITLES], lines)
 
 
 def draw(runs: Runs, path: Path) -> None:
     panels: dict[str, dict[str, dict[int, float]]] = {title: defaultdict(dict) for title in TITLES}
-    for (context, batch), own in runs.items():
-        for lines, value in zip(panels.values(), best(own)):
+    for (context, batch), point_runs in runs.items():
+        for lines, value in zip(panels.values(), best(point_runs)):
             lines[f"{context} tokens of context"][batch] = value
     curves(panels, "batch: requests that decode at once", path)
 
@@ -102,9 +102,9 @@ def main() -> None:
         parser.error(f"--tokens must be at least 2, and contexts longer than that and at most {loaded.max_position}")
     runs: Runs = {place: [] for place in points(loaded, contexts, batches, args.kv_gib * 2**30)}
     for number in range(args.rounds):
-        for (context, batch), own in runs.items():
-            own.append(measure(loaded, context, batch, args.tokens))
-            progress = f"round {number + 1}: context {context}, batch {batch}: {own[-1].cpu_ms:.1f} ms a token"
+        for (context, batch), point_runs in runs.items():
+            point_runs.append(measure(loaded, context, batch, args.tokens))
+            progress = f"round {number + 1}: context {context}, batch {batch}: {point_runs[-1].cpu_ms:.1f} ms a token"
             print(progress, file=sys.stderr)
     print(show(runs))
     if args.out:
@@ -112,11 +112,11 @@ def main() -> None:
             {
                 "context": context,
                 "batch": batch,
-                "tokens_per_second": [one.tokens_per_second for one in own],
-                "cpu_ms_a_token": [one.cpu_ms for one in own],
-                "resident_bytes": [one.resident_bytes for one in own],
+                "tokens_per_second": [one.tokens_per_second for one in point_runs],
+                "cpu_ms_a_token": [one.cpu_ms for one in point_runs],
+                "resident_bytes": [one.resident_bytes for one in point_runs],
             }
-            for (context, batch), own in runs.items()
+            for (context, batch), point_runs in runs.items()
         ]
         args.out.write_text(json.dumps({"machine": machine(CPU), "figures": figures}, indent=2) + "\n")
     if args.picture:

@@ -77,9 +77,9 @@ def main() -> int:
         figures["mask"].append((spent[ours], spent[theirs]))
     rows = []
     for name, pairs in figures.items():
-        own, other = (statistics.median(each) * 1e6 for each in zip(*pairs))
+        our_time, other = (statistics.median(each) * 1e6 for each in zip(*pairs))
         ratio = statistics.median(one / two for one, two in pairs)
-        rows.append([name, f"{own:.0f}", f"{other:.0f}", f"{ratio:.2f}"])
+        rows.append([name, f"{our_time:.0f}", f"{other:.0f}", f"{ratio:.2f}"])
     print(table(["median of", "ours, µs", "llguidance's, µs", "ratio"], rows))
     return 0
 

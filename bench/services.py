@@ -29,7 +29,7 @@ _WITHOUT_SHARED_MEMORY = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs none
 _ROLES = ("gateway", "prefill", "decode", "encode", "kvtransfer", "redis")
 """Roles in the order in which they stop: users of a service before the service."""
 _READY = {"redis": "", "gateway": " serving "}
-"""What the output of a role's process has when it is ready, if it is not the words of workers."""
+"""Text in the output of a role's process that shows that it is ready, if it differs from that of workers."""
 
 
 def free_port() -> int:
@@ -115,8 +115,8 @@ def serving(log: Path, model: str, *options: str) -> Iterator[tuple[Process, str
 
 def names_by_pid(stack: Process) -> dict[int, str]:
     """Return the names of a stack's processes by process id. The stack must be ready."""
-    own = re.findall(r"^  (\S+) +pid (\d+)", stack.text, re.MULTILINE)
-    return {stack.popen.pid: "serve", **{int(pid): name for name, pid in own}}
+    lines = re.findall(r"^  (\S+) +pid (\d+)", stack.text, re.MULTILINE)
+    return {stack.popen.pid: "serve", **{int(pid): name for name, pid in lines}}
 
 
 class Services:
@@ -136,7 +136,7 @@ class Services:
         self._options = options
         self._commands: dict[str, list[str]] = {}
         self.releases: dict[str, Path] = {}
-        """By name, the folders with the code of processes that run another release than this one."""
+        """For each process of another release, the folder with its code, by the process's name."""
         self._starts: Counter[str] = Counter()
         self._kv_ports, self._http_port = [free_port() for _ in hosts], free_port()
         home, port = hosts[0], free_port()
@@ -174,10 +174,10 @@ class Services:
         """Start a process that has ended again, with the same command."""
         self._starts[name] += 1
         log = self.folder / f"{name}.{self._starts[name]}.log"
-        own = {"PACELINE_ADMIN_KEY": self.admin_key} if role_of(name) == "gateway" else {}
+        environment = {"PACELINE_ADMIN_KEY": self.admin_key} if role_of(name) == "gateway" else {}
         release = self.releases.get(name)
         where = () if release is None else ("env", f"--chdir={release}", f"PYTHONPATH={release}")
-        self.processes[name] = Process(log, program=[*where, *self._commands[name]], environment=own)
+        self.processes[name] = Process(log, program=[*where, *self._commands[name]], environment=environment)
 
     def wait_ready(self, *names: str) -> None:
         for name in names:

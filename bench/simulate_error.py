@@ -54,12 +54,12 @@ SETTLE_SECONDS = 2.0
 Figures = dict[str, float]
 """Seconds, and shares, by their names."""
 Pieces = Sequence[tuple[float, bytes]]
-"""Instants and bytes of what came of an answer."""
+"""Instants and bytes of the pieces of an answer."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What clients have seen, and the lines that the gateway has recorded of it."""
+    """The measurements of clients, and the lines that the gateway has recorded."""
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Comparison:
     """One load, measured and simulated."""
 
     measured: Figures
-    """Of all runs together."""
+    """Figures over all runs together."""
     runs: list[Figures]
     simulated: Figures
     """Medians over the seeds."""
@@ -99,8 +99,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
     """Compare all runs of a load with their simulations."""
     seen = [run.seen for run in runs]
     together = Seen(*([each for run in seen for each in getattr(run, name)] for name in ("ttft", "itl", "lines")))
-    by_seed = [figures_of(own) for own in zip(*(run.simulated for run in runs), strict=True)]
-    simulated = {name: statistics.median(own[name] for own in by_seed) for name in by_seed[0]}
+    by_seed = [figures_of(figures) for figures in zip(*(run.simulated for run in runs), strict=True)]
+    simulated = {name: statistics.median(values[name] for values in by_seed) for name in by_seed[0]}
     return Comparison(together.figures(), [run.figures() for run in seen], simulated)
 
 
@@ -142,7 +142,7 @@ class RealStack:
         return Run(seen, [simulate(learned, read_trace(path), load.aggregated, seed) for seed in seeds])
 
     def _new_lines(self) -> bytes:
-        """Return what the gateway has recorded since the last call."""
+        """Return the lines that the gateway has recorded since the last call."""
         with self._trace.open("rb") as file:
             file.seek(self._known_bytes)
             lines = file.read()
@@ -234,23 +234,23 @@ def _note(pieces: Pieces, sent: float, seen: Seen) -> list[int]:
 
 
 def simulate(learned: Profile, trace: LoadTrace, aggregated: bool, seed: int) -> ClassRecord:
-    """Return what a simulation of a trace says, with the fleet that the stack had."""
+    """Return the result of a simulation of a trace, with the fleet that the stack had."""
     scenario = Scenario(learned, 0 if aggregated else 1, 1, is_aggregated=aggregated, seed=seed)
     simulation = Simulation(scenario, trace)
     simulation.run()
-    (own,) = simulation.recorder.classes.values()
-    return own
+    (record,) = simulation.recorder.classes.values()
+    return record
 
 
 def figures_of(runs: Sequence[ClassRecord]) -> Figures:
     """Return the figures of some simulations together."""
-    ttft, itl = [each for own in runs for each in own.ttft], Times.merged(own.itl for own in runs)
+    ttft, itl = [each for one_run in runs for each in one_run.ttft], Times.merged(one_run.itl for one_run in runs)
     return {
         "TTFT p50": percentile(ttft, 50),
         "TTFT p99": percentile(ttft, 99),
         "ITL p50": itl.percentile(0.50),
         "ITL p99": itl.percentile(0.99),
-        "hit rate": sum(own.cached_tokens for own in runs) / sum(own.prompt_tokens for own in runs),
+        "hit rate": sum(one_run.cached_tokens for one_run in runs) / sum(one_run.prompt_tokens for one_run in runs),
     }
 
 
@@ -265,13 +265,13 @@ def report(found: dict[str, Comparison]) -> str:
         [
             load,
             name,
-            _shown(name, own.measured[name]),
-            f"{error_of(min(run[name] for run in own.runs), max(run[name] for run in own.runs)):.0%}",
-            _shown(name, own.simulated[name]),
-            f"{error_of(own.measured[name], own.simulated[name]):.0%}",
+            _shown(name, comparison.measured[name]),
+            f"{error_of(min(run[name] for run in comparison.runs), max(run[name] for run in comparison.runs)):.0%}",
+            _shown(name, comparison.simulated[name]),
+            f"{error_of(comparison.measured[name], comparison.simulated[name]):.0%}",
         ]
-        for load, own in found.items()
-        for name in own.measured
+        for load, comparison in found.items()
+        for name in comparison.measured
     ]
     return table(["load", "figure", "measured", "runs differ", "simulated", "error"], rows)
 
@@ -313,10 +313,10 @@ def main() -> int:
     except (PacelineError, RuntimeError, TimeoutError, httpx.HTTPError) as error:
         print(f"bench.simulate_error: {error}", file=sys.stderr)
         return 1
-    found = {name: compare(own) for name, own in runs.items()}
+    found = {name: compare(load_runs) for name, load_runs in runs.items()}
     print(report(found))
     if options.out:
-        figures = {name: dataclasses.asdict(own) for name, own in found.items()}
+        figures = {name: dataclasses.asdict(comparison) for name, comparison in found.items()}
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
     return 0
 

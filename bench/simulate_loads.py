@@ -20,7 +20,7 @@ class Turn:
     tokens: tuple[int, ...]
     answer_tokens: int
     after: float = 0.0
-    """Seconds after the end of the turn before it."""
+    """Seconds from the end of the previous turn to this one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Simulate a large fleet, and print how long that takes and how much memory.
+"""Simulate a large fleet, and print the time and the memory that the simulation takes.
 
     python -m bench.simulate_scale --trace mooncake_conversation.jsonl
     python -m bench.simulate_scale --trace mooncake_conversation.jsonl --workers 100 --requests 10000
@@ -63,7 +63,7 @@ def repeated(trace: LoadTrace, count: int, rate: float) -> Iterator[TraceRequest
 
 
 def announced(requests: Iterator[TraceRequest], count: int) -> Iterator[TraceRequest]:
-    """Yield the requests, and say after each twentieth of them what it took so far."""
+    """Yield the requests. After each twentieth of them, print the time and memory so far."""
     for number, request in enumerate(requests):
         if number and number % max(1, count // 20) == 0:
             print(f"{number / count:.0%} have come: {time.process_time():.0f} s of CPU, {_most_memory()}", flush=True)
@@ -99,10 +99,12 @@ def main() -> None:
     print(f"{options.workers} workers, {options.requests} requests, {result.seconds:.0f} s simulated")
     print(f"{seconds:.0f} s, {cpu:.0f} s of CPU ({cpu / options.requests * 1000:.2f} ms a request)")
     print(_most_memory())
-    for own in result.classes.values():
-        print(f"TTFT p50 {own.ttft.p50:.3f} s, p99 {own.ttft.p99:.3f} s; ITL p99 {own.itl.p99 * 1000:.1f} ms")
-        print(f"{own.finished} ended, {own.refused} refused ({own.refused / own.requests:.2%}; {own.refusals})")
-        print(f"{own.attempts} attempts, {own.hit_rate:.1%} cached, waited p99 {own.queued.p99:.3f} s")
+    for found in result.classes.values():
+        print(f"TTFT p50 {found.ttft.p50:.3f} s, p99 {found.ttft.p99:.3f} s; ITL p99 {found.itl.p99 * 1000:.1f} ms")
+        print(
+            f"{found.finished} ended, {found.refused} refused ({found.refused / found.requests:.2%}; {found.refusals})"
+        )
+        print(f"{found.attempts} attempts, {found.hit_rate:.1%} cached, waited p99 {found.queued.p99:.3f} s")
     print(", ".join(f"{role} busy {share:.0%}" for role, share in result.busy.items()))
 
 

@@ -96,7 +96,7 @@ COMMANDS: Mapping[str, str] = {
 """The arguments of each command in a form of seconds."""
 
 Check = Callable[[Mapping[str, str]], str]
-"""Returns what is missing for a command; "" if nothing is."""
+"""A function that returns a text with the things that a command lacks; "" if nothing is missing."""
 
 
 def _root(values: Mapping[str, str]) -> str:
@@ -124,7 +124,7 @@ def write_trace(path: Path) -> None:
 
 
 def run(name: str, values: Mapping[str, str]) -> str:
-    """Run a command. Return what went wrong; "" if nothing did."""
+    """Run a command. Return the failure as a text; "" if it passed."""
     command = [sys.executable, "-m", name, *shlex.split(COMMANDS[name].format_map(values))]
     began = time.monotonic()
     print(f"python -m {name}", end=" ", flush=True)
@@ -140,7 +140,7 @@ def run(name: str, values: Mapping[str, str]) -> str:
 
 
 def run_all(names: list[str], values: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Run commands. Return what went wrong, and what was missing, each by command."""
+    """Run commands. Return the failures, and the missing things, each by command."""
     failed: dict[str, str] = {}
     missing: dict[str, str] = {}
     for name in names:

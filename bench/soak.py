@@ -1,4 +1,4 @@
-"""A long run of mixed requests, and what grows meanwhile.
+"""Measure what grows in each process during a long run of mixed requests.
 
     python -m bench.soak --hours 6 --rate 24 [--out soak.json --picture soak.svg]
 
@@ -48,13 +48,13 @@ PER_HOUR = 7200
 WARM_HOURS = 1 / 3
 """Time after which a process is expected to grow no more."""
 LEAST_HOURS = 1.0
-"""Shortest time after that from which growth is read."""
+"""Shortest time after the warm-up for which growth is computed, in hours."""
 KILL_HOURS = 1 / 6
 VICTIMS = ("decode", "prefill", "decode", "prefill", "decode", "gateway", "prefill", "decode", "prefill", "kvtransfer")
 MOST_MEGABYTES = 2.0
 """Largest growth of a process in an hour, in MB."""
 RUNNING = 48
-"""Most requests that run at a time."""
+"""Most requests that run at the same time."""
 
 
 class Reading(NamedTuple):
@@ -264,7 +264,7 @@ def draw_picture(figures: dict[str, Any], path: Path) -> None:
 
 
 def show(figures: dict[str, Any]) -> bool:
-    """Print the figures. Return whether all is as it must be."""
+    """Print the figures. Return whether they reach all goals."""
     print(
         f"{figures['requests']} requests in {figures['seconds']:.0f} s; {figures['busy']} told to come back,"
         f" {figures['broken']} broken by {len(figures['kills'])} kills, {figures['left']} left by their clients"

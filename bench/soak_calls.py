@@ -21,14 +21,14 @@ Json = dict[str, Any]
 BUSY = frozenset({429, 503})
 """Statuses of a stack that was disturbed a moment ago: no worker or no room. A client would ask again."""
 SECONDS = 120.0
-"""Longest time until a request has its whole answer."""
+"""Longest time until a request has its whole answer, in seconds."""
 WORDS = ("time", "river", "stone", "quiet", "market", "seven", "window", "engine", "north", "paper", "garden", "music")
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["a", "b"]}, "ok": {"type": "boolean"}}, "required": ["ok"]}
 
 
 @dataclass
 class Results:
-    """What all requests have given so far."""
+    """The results of all requests so far."""
 
     sent: Counter[str] = field(default_factory=Counter)
     """Requests by route."""
@@ -40,7 +40,9 @@ class Results:
     odd: list[str] = field(default_factory=list)
     """Answers that no correct server gives."""
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    """For each token of a stream but the first: when it came, on time.monotonic(), and seconds since the one before."""
+    """For each token of a stream but the first: its arrival, on time.monotonic(), and the seconds since the previous
+    token.
+    """
 
 
 class Soaker:
@@ -341,10 +343,10 @@ INSIDE = frozenset(
 """Routes that requests of other routes in CALLS use."""
 
 LEFT_OUT = frozenset({"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"})
-"""Routes without requests: streams without an end, files, and what would empty the cache."""
+"""Routes without requests: streams without an end, files, and a route that would empty the cache."""
 
 WEIGHTS = {"/v1/chat/completions": 40, "/v1/completions": 30, "/v1/messages": 8, "/v1/responses": 4, "/v1/batches": 1}
-"""How often the requests of a route come. All others: 1."""
+"""Relative frequency of the requests of a route; 1 for routes that are not listed."""
 
 
 def missing_routes() -> set[str]:

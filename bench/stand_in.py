@@ -88,7 +88,7 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         self.name = name
         self.role: Role = role
         self.wanted_role: Role = role
-        """The role that it has, or is about to have."""
+        """The role that the worker has, or is about to get."""
         self.state: State = "starting"
         self.outboxes = Outboxes()
         self._times = times
@@ -125,7 +125,7 @@ class StandIn(worker_pb2_grpc.PrefillServicer, worker_pb2_grpc.DecodeServicer):
         self._set_state("ready")
 
     async def flip(self, role: Role, times: StepTimes) -> None:
-        """Drain, and go on in another role under a new epoch, with the step times of that role."""
+        """Drain, and continue in another role under a new epoch, with the step times of that role."""
         self.wanted_role = role
         await self._drain()
         self.role, self._epoch, self._times = role, time.time_ns(), times

@@ -1,5 +1,6 @@
-"""A stand-in for the kvtransfer service of a host: it notes which blocks its workers have computed, and tells gateways
-about them as a real one does. There is no memory behind it."""
+"""A stand-in for the kvtransfer service of a host: it notes the blocks that its workers have computed, and tells
+gateways about them as a real service does. There is no memory behind it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class StandInHost(kvtransfer_pb2_grpc.KVTransferServicer):
 
     Args:
         capacity: blocks that the host holds.
-        blocks: how many of them are cached from the beginning, with contexts that nobody asks for.
+        blocks: number of blocks that are cached from the beginning, with contexts that nobody requests.
     """
 
     def __init__(self, name: str, capacity: int = 8192, blocks: int = 0) -> None:
@@ -70,7 +71,7 @@ class StandInHost(kvtransfer_pb2_grpc.KVTransferServicer):
         await self._rpc.close(0)
 
     def cached_tokens(self, work: common_pb2.Work) -> int:
-        """Return how many tokens of a context are cached."""
+        """Return the number of a context's tokens that are cached."""
         cached = 0
         for name in self._names(work):
             if name not in self._blocks:

@@ -79,7 +79,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Schema:
 
 
 def complaint(schema: Schema, answer: Answer) -> str:
-    """Return what is wrong with an answer under its schema, or "" if nothing is."""
+    """Return the fault of an answer under its schema as a text; "" if there is none."""
     if answer.error:
         return answer.error
     if answer.finish_reason != "stop":
@@ -133,8 +133,8 @@ async def measure(url: str, model: str, count: int, concurrency: int, seed: int)
         # Warm-up: afterwards everything is loaded.
         await asker.ask(["{"] * 2, [{"max_tokens": 4}, {"max_tokens": 4, "response_format": {"type": "json_object"}}])
         for first in range(0, count, ROUND):
-            own = schemas[first : first + ROUND]
-            prompts = [f"A JSON document for the schema {json.dumps(schema)}:\n" for schema in own]
+            chosen = schemas[first : first + ROUND]
+            prompts = [f"A JSON document for the schema {json.dumps(schema)}:\n" for schema in chosen]
             # Neither way finds the other's prompts in the cache.
             salt = f"{seed}/{first}"
             bound, took = await asker.ask(
@@ -145,12 +145,12 @@ async def measure(url: str, model: str, count: int, concurrency: int, seed: int)
                         "cache_salt": f"{salt}/bound",
                         "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": schema}},
                     }
-                    for schema in own
+                    for schema in chosen
                 ],
             )
             tokens["constrained"] += sum(answer.tokens for answer in bound)
             seconds["constrained"] += took
-            wrong += [text for schema, answer in zip(own, bound) if (text := complaint(schema, answer))]
+            wrong += [text for schema, answer in zip(chosen, bound) if (text := complaint(schema, answer))]
             lengths = [max(1, answer.tokens) for answer in bound]
             free, took = await asker.ask(
                 prompts,

@@ -77,7 +77,7 @@ def gaps(requests: Sequence[Sequence[float]]) -> dict[str, float]:
         requests: the arrival times of each request's chunks, in seconds.
     """
     pairs = [[later - earlier for earlier, later in itertools.pairwise(times)] for times in requests]
-    first, others = [own[0] for own in pairs if own], [gap for own in pairs for gap in own[1:]]
+    first, others = [pair[0] for pair in pairs if pair], [gap for pair in pairs for gap in pair[1:]]
     return {
         f"{name}_ms_p{percent}": 1000 * percentile(values, percent)
         for name, values in (("join", first), ("later", others))
@@ -124,7 +124,7 @@ def report(found: dict[str, Any]) -> str:
 
 
 def loading_times(swaps: dict[float, float]) -> str:
-    """Say how often blocks of a request were loaded, and how long it took."""
+    """Return a text with the number of loads of a request's blocks, and their times."""
     if not (count := swaps[float("inf")]):
         return "no block was loaded, so nothing was measured: give a smaller --small, or more prompts"
     times = ", ".join(f"p{share * 100:.0f} {quantile(swaps, share) * 1000:.1f} ms" for share in (0.5, 0.95, 0.99))

@@ -22,7 +22,7 @@ OPTIONS = ("--reasoning-parser=think", "--local-prefill-tokens=0", "--kv-memory=
 _ANSWER_TOKENS = 40
 """Longest content after the reasoning. Some answers are cut off."""
 _STARTS = ("", "Let me see. ", "The user asks for a list, so")
-"""Reasoning that the prompt ends with, which counts."""
+"""Beginnings of the reasoning at the end of the prompt. Their tokens count towards the budget."""
 _LIST = ", ".join(f"item {number}: {name}" for number, name in enumerate(("apple", "bread", "candle", "drum") * 3))
 _QUESTIONS = (
     "What is the capital of France?",
@@ -70,7 +70,7 @@ def _request(rng: random.Random, budget: int) -> Request:
 
 
 def complaint(request: Request, outcome: Outcome, tokenizer: Tokenizer) -> str:
-    """Say how the length of an answer's reasoning differs from its budget, or return "" if it does not."""
+    """Return how the length of an answer's reasoning differs from its budget, as a text; "" if it does not."""
     spent = request.body["messages"][-1]["content"].removeprefix(START).strip()
     wanted = max(0, request.body["thinking_token_budget"] - len(tokenizer.encode(spent, False)))
     found = thinking_tokens(outcome.tokens, tokenizer)

@@ -137,7 +137,7 @@ def _random_schema(rng: random.Random, depth: int) -> Json:
 
 
 def complaint(tools: Sequence[Json], answer: Answer) -> str:
-    """Return what is wrong with an answer that must call one of the tools, or "" if nothing is.
+    """Return the fault of an answer that must call one of the tools as a text; "" if there is none.
 
     An answer that says `length` may end anywhere.
     """
@@ -231,17 +231,17 @@ async def measure(url: str, model: str, count: int, concurrency: int, max_tokens
         asker = Asker(client, model, concurrency, seed)
         await asker.ask_both_ways([make_chat(rng, random_tools(rng), 16)], f"{seed}/warm-up")
         for first in range(0, count, ROUND):
-            own = sets[first : first + ROUND]
-            ways = await asker.ask_both_ways([make_chat(rng, tools, max_tokens) for tools in own], f"{seed}/{first}")
+            chosen = sets[first : first + ROUND]
+            ways = await asker.ask_both_ways([make_chat(rng, tools, max_tokens) for tools in chosen], f"{seed}/{first}")
             bound, free = (answers for answers, _ in ways.values())
-            wrong += [text for tools, answer in zip(own, bound) if (text := complaint(tools, answer))]
+            wrong += [text for tools, answer in zip(chosen, bound) if (text := complaint(tools, answer))]
             wrong += [f"unconstrained: {answer.error}" for answer in free if answer.error]
             cut_off += sum(answer.finish_reason == "length" for answer in bound)
             for name, (answers, seconds) in ways.items():
                 came = sum(answer.tokens for answer in answers)
                 tokens[name] += came
                 rates[name].append(came / seconds)
-    medians = {name: statistics.median(own) for name, own in rates.items()}
+    medians = {name: statistics.median(way_rates) for name, way_rates in rates.items()}
     ratio = medians["constrained"] / medians["free"]
     figures = {"tokens": tokens, "rates": rates, "medians": medians, "ratio": ratio}
     return {"seed": seed, **figures, "cut_off": cut_off, "wrong": wrong}

@@ -78,7 +78,7 @@ class Pair:
     def read(self) -> tuple[float, float]:
         """Read all blocks once. Return wall seconds and CPU seconds of both processes.
 
-        Raises RuntimeError if the reader has ended, as it does after wrong bytes.
+        Raises RuntimeError if the reader has ended, as it does after it has read wrong bytes.
         """
         began = _cpu(self._source)
         assert self._reader.stdin is not None

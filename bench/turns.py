@@ -60,7 +60,7 @@ def rows(rounds: Rounds) -> list[list[str]]:
     there are several rounds."""
     lines = []
     for place in figures_of(rounds):
-        a, b = (values_of(own, *place) for own in rounds.values())
+        a, b = (values_of(system_rounds, *place) for system_rounds in rounds.values())
         middle_a, middle_b = statistics.median(a), statistics.median(b)
         ratio = f"{middle_a / middle_b:.2f}" if middle_b else "-"
         lines.append([*place, _with_spread(a), _with_spread(b), ratio])

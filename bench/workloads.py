@@ -102,7 +102,7 @@ def _mixed_lengths(name: str, prompt: Prompt) -> Workload:
 def _burst_of_32(name: str, prompt: Prompt) -> Workload:
     """32 prompts at once, from 64 to 1,600 tokens."""
     lengths = {"short": (64, 128, 200, 256), "middle": (400, 600), "long": (1000, 1600)}
-    requests = [Request(prompt(tokens), 16, group) for group, own in lengths.items() for tokens in 4 * own]
+    requests = [Request(prompt(tokens), 16, group) for group, length in lengths.items() for tokens in 4 * length]
     return Workload(name, tuple(requests[11 * number % 32] for number in range(32)), concurrency=32)
 
 

@@ -14,7 +14,7 @@ CHUNKS_SHOWN = 8
 
 Json = Mapping[str, Any]
 Line = tuple[float | None, str, str]
-"""Milliseconds since the request's arrival, what happened, and more about it."""
+"""Milliseconds since the request's arrival, the name of the event, and its details."""
 
 
 def trace(request_id: str, gateway: GatewayClient, as_json: bool) -> None:

@@ -50,7 +50,7 @@ class Setting(NamedTuple):
 
 
 def setting(small: bool, device: torch.device) -> Setting:
-    """Return what to run. On a CPU the kernels are those that a worker uses there."""
+    """Return the setting of the runs. On a CPU, the kernels are those of a worker on a CPU."""
     config = TINY if small else LLAMA_8B
     invariant, fastest = ("triton-invariant", "triton") if device.type == "cuda" else ("auto", "auto")
     ngram = SpeculativeConfig("ngram", num_speculative_tokens=8)
@@ -102,13 +102,13 @@ def measure(chosen: Setting, batch: int, rounds: int, device: torch.device) -> d
                 times[way.name].append(clock.times())
     figures = summary(runs)
     print_rows("repeats", batch, figures)
-    device_figures = {name: _medians(own) for name, own in times.items()}
+    device_figures = {name: _medians(run_times) for name, run_times in times.items()}
     _print_times(device_figures)
     compared = [figures[way.name] for way in chosen.ways[:-1]]
     return {
         "batch": batch,
-        "tokens_are_equal": all(own["same_requests"] == own["requests"] for own in compared),
-        "ways": {name: own | device_figures[name] for name, own in figures.items()},
+        "tokens_are_equal": all(values["same_requests"] == values["requests"] for values in compared),
+        "ways": {name: way_figures | device_figures[name] for name, way_figures in figures.items()},
         "gain_of_running_ahead": _ratio(figures, "two steps", "one step"),
         "gain_of_ngram": _ratio(figures, "two steps, ngram", "two steps"),
         "gain_of_early_layers": _ratio(figures, "two steps, early layers", "two steps"),
@@ -135,8 +135,8 @@ def _medians(rounds: Sequence[DeviceTimes]) -> dict[str, float]:
 
 
 def _print_times(figures: Mapping[str, Mapping[str, float]]) -> None:
-    for name, own in figures.items():
-        idle, forward, rest, bubble = own.values()
+    for name, way_figures in figures.items():
+        idle, forward, rest, bubble = way_figures.values()
         print(
             f"{'':<15}{name:<32}device: idle {idle:.3f} ms, forward {forward:.3f}, rest {rest:.3f}, {bubble:.2%} idle"
         )

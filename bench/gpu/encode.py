@@ -59,17 +59,17 @@ def measure(folder: Path, options: argparse.Namespace, device: torch.device) -> 
     results = []
     for tokens in BUDGETS[:1] if options.small else BUDGETS:
         pixels = pixels_of(tokens)
-        patches, places = (own.to(device) for own in inputs_of_transformers(pixels))
+        patches, places = (tensor.to(device) for tensor in inputs_of_transformers(pixels))
         patches = patches.to(dtype)
 
         ways: dict[str, Callable[[], object]] = {
             "graphs": lambda pixels=pixels: graphs(pixels),
             "one by one": lambda pixels=pixels: eager(pixels),
-            "transformers": lambda own=(patches, places): reference.model.get_image_features(*own),
+            "transformers": lambda patch_inputs=(patches, places): reference.model.get_image_features(*patch_inputs),
         }
         seconds = {way: median_seconds(run, device, options.rounds) for way, run in ways.items()}
         results.append({"tokens": tokens, **seconds})
-        told = ", ".join(f"{way} {1e3 * own:.2f} ms" for way, own in seconds.items())
+        told = ", ".join(f"{way} {1e3 * way_seconds:.2f} ms" for way, way_seconds in seconds.items())
         print(f"{tokens:5} soft tokens: {told}; graphs {seconds['one by one'] / seconds['graphs']:.2f} x", flush=True)
     return results
 

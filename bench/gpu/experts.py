@@ -48,7 +48,7 @@ LAYERS = 4
 def random_layer(shape: Shape, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> ExpertWeights:
     def matrices(size_out: int, size_in: int) -> list[Any]:
         whole = torch.empty(shape.experts, size_out, size_in, dtype=dtype, device=device).normal_(0, size_in**-0.5)
-        return [kernels.pack(own) for own in whole]
+        return [kernels.pack(weights) for weights in whole]
 
     gate, up = matrices(shape.inner, shape.hidden), matrices(shape.inner, shape.hidden)
     return kernels.index_experts(ExpertWeights(gate, up, matrices(shape.hidden, shape.inner), "silu"))
@@ -67,30 +67,30 @@ def measure(
         weights = torch.full((count, shape.top_k), 1 / shape.top_k, device=device)
 
         def whole(x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights) -> list[Tensor]:
-            return [kernels.experts(x, own, weights, layer) for own, layer in zip(ids, layers)]
+            return [kernels.experts(x, expert_ids, weights, layer) for expert_ids, layer in zip(ids, layers)]
 
         ways: dict[str, Callable[[], list[Tensor]]] = {"whole": whole}
         if kernels.name.startswith("triton"):
             ways["products"] = products_of(layers, x, ids)
-        used = sum(len(own.unique()) for own in ids) / LAYERS
+        used = sum(len(expert_ids.unique()) for expert_ids in ids) / LAYERS
         read = used * 3 * shape.hidden * shape.inner * dtype.itemsize
         seconds = {way: median_seconds(recorded(run, device), device, rounds) / LAYERS for way, run in ways.items()}
-        shares = {f"{way}_share_of_floor": read / rate / own for way, own in seconds.items()}
+        shares = {f"{way}_share_of_floor": read / rate / way_seconds for way, way_seconds in seconds.items()}
         yield {"model": shape.name, "rows": count, "experts_in_use": used, **seconds, **shares}
 
 
 def products_of(layers: list[ExpertWeights], x: Tensor, ids: Tensor) -> Callable[[], list[Tensor]]:
     """Return a function that computes the products of all layers, with rows that were sorted before."""
     first = layers[0]
-    pairs = [sort_pairs(own, len(first.gate)) for own in ids]
+    pairs = [sort_pairs(expert_ids, len(first.gate)) for expert_ids in ids]
     top_k = ids.shape[2]
     inner = torch.randn(len(x) * top_k, first.gate[0].size_out, device=x.device).to(x.dtype)
 
     def run() -> list[Tensor]:
         results = []
-        for own, layer in zip(pairs, layers):
-            results.append(products(x, own, layer, first=0, matrices=2, pairs_of_row=top_k))
-            results.append(products(inner, own, layer, first=2, matrices=1, pairs_of_row=1))
+        for layer_pairs, layer in zip(pairs, layers):
+            results.append(products(x, layer_pairs, layer, first=0, matrices=2, pairs_of_row=top_k))
+            results.append(products(inner, layer_pairs, layer, first=2, matrices=1, pairs_of_row=1))
         return results
 
     return run

@@ -60,48 +60,48 @@ def matrix_elements(config: ModelConfig) -> int:
     return config.num_layers * layer + config.vocab_size * hidden
 
 
-def visible_pairs(config: ModelConfig, own: Pass) -> int:
+def visible_pairs(config: ModelConfig, shape: Pass) -> int:
     """Return the number of pairs of a query and a key that it sees, over all layers."""
     pairs = 0
     for kind in config.layer_types:
-        seen = config.attention[kind].window or own.context
-        pairs += sum(min(position + 1, seen) for position in range(own.context - own.count, own.context))
-    return pairs * own.requests
+        seen = config.attention[kind].window or shape.context
+        pairs += sum(min(position + 1, seen) for position in range(shape.context - shape.count, shape.context))
+    return pairs * shape.requests
 
 
-def floor_seconds(config: ModelConfig, own: Pass, itemsize: int, bandwidth: float, peak: float) -> float:
+def floor_seconds(config: ModelConfig, shape: Pass, itemsize: int, bandwidth: float, peak: float) -> float:
     """Return the shortest possible time: bytes over bandwidth for decoding, operations over peak rate for a prompt.
 
     Only the last token of a prompt has logits. All layers have heads of one shape.
     """
     heads = config.attention["full"]
-    if own.count == 1:
-        kv_bytes = 2 * visible_pairs(config, own) * heads.num_kv_heads * heads.head_dim * itemsize
+    if shape.count == 1:
+        kv_bytes = 2 * visible_pairs(config, shape) * heads.num_kv_heads * heads.head_dim * itemsize
         return (matrix_elements(config) * itemsize + kv_bytes) / bandwidth
     head = config.vocab_size * config.hidden_size
-    products = (matrix_elements(config) - head) * own.requests * own.count + head * own.requests
-    attention = 2 * visible_pairs(config, own) * heads.num_heads * heads.head_dim
+    products = (matrix_elements(config) - head) * shape.requests * shape.count + head * shape.requests
+    attention = 2 * visible_pairs(config, shape) * heads.num_heads * heads.head_dim
     return 2.0 * (products + attention) / peak
 
 
-def prepare(weights: RandomWeights, kernels: Kernels, own: Pass, device: torch.device) -> Callable[[], object]:
+def prepare(weights: RandomWeights, kernels: Kernels, shape: Pass, device: torch.device) -> Callable[[], object]:
     """Return a function that runs one pass as the engine does, with inputs made in advance."""
     loaded = load_random(weights, kernels, None)
     layout: KVLayout = loaded.layout
-    slots = own.requests * layout.slots_for(own.context)
+    slots = shape.requests * layout.slots_for(shape.context)
     pool = torch.randn(slots * layout.slot_bytes // weights.dtype.itemsize, device=device, dtype=weights.dtype)
     caches = layer_caches(layout, pool)
     with torch.device(device):
-        batch = make_batch(layout, own.requests, own.count, own.context)
-        positions = torch.arange(own.context - own.count, own.context).repeat(own.requests)
-        ids = torch.arange(own.requests * own.count) % weights.config.vocab_size
-    last = slice(own.count - 1, None, own.count)
+        batch = make_batch(layout, shape.requests, shape.count, shape.context)
+        positions = torch.arange(shape.context - shape.count, shape.context).repeat(shape.requests)
+        ids = torch.arange(shape.requests * shape.count) % weights.config.vocab_size
+    last = slice(shape.count - 1, None, shape.count)
 
     def run() -> object:
         logits = loaded.model.logits(loaded.model.forward(ForwardInputs(ids, positions, caches, batch))[last]).values
         if loaded.chooser is None:
             return logits.argmax(1)
-        return loaded.chooser.choose(logits, range(own.requests), [GREEDY] * own.requests)
+        return loaded.chooser.choose(logits, range(shape.requests), [GREEDY] * shape.requests)
 
     return run
 
@@ -113,7 +113,9 @@ def measure(name: str, config: ModelConfig, options: argparse.Namespace, device:
     passes = SMALL_PASSES if options.small else PASSES
     kernels = select_kernels(device, options.kernels)
     weights = RandomWeights(config, dtype, device)
-    ours = {own.name: median_seconds(prepare(weights, kernels, own, device), device, options.rounds) for own in passes}
+    ours = {
+        shape.name: median_seconds(prepare(weights, kernels, shape, device), device, options.rounds) for shape in passes
+    }
     del weights
     gc.collect()
     if device.type == "cuda":
@@ -124,13 +126,13 @@ def measure(name: str, config: ModelConfig, options: argparse.Namespace, device:
         else None
     )
     results = []
-    for own in passes:
-        floor = floor_seconds(config, own, dtype.itemsize, bandwidth, peak)
-        seconds = ours[own.name]
-        figures = {"pass": own.name, "seconds": seconds, "share_of_floor": floor / seconds, "floor_seconds": floor}
-        told = f"{own.name:<32}{seconds * 1e3:>10.2f} ms, {floor / seconds:>6.1%} of the floor"
+    for shape in passes:
+        floor = floor_seconds(config, shape, dtype.itemsize, bandwidth, peak)
+        seconds = ours[shape.name]
+        figures = {"pass": shape.name, "seconds": seconds, "share_of_floor": floor / seconds, "floor_seconds": floor}
+        told = f"{shape.name:<32}{seconds * 1e3:>10.2f} ms, {floor / seconds:>6.1%} of the floor"
         if peer is not None:
-            theirs = median_seconds(peer.prepare(own.requests, own.count, own.context), device, options.rounds)
+            theirs = median_seconds(peer.prepare(shape.requests, shape.count, shape.context), device, options.rounds)
             figures |= {"transformers_seconds": theirs, "speedup": theirs / seconds}
             told += f", {theirs / seconds:.2f} x"
         results.append(figures)

@@ -54,8 +54,8 @@ def content(slots: list[int], elements: int) -> Tensor:
 def moves(blocks: int, own_slots: list[int]) -> list[BlockCopy]:
     """Return copies of scattered blocks of the other process's pool to slots of this one."""
     return [
-        BlockCopy(own, arena, 0, there.to_bytes(16, "big"))
-        for arena, (own, there) in enumerate(zip(own_slots, places(blocks, 1, 1)))
+        BlockCopy(own_slot, arena, 0, there.to_bytes(16, "big"))
+        for arena, (own_slot, there) in enumerate(zip(own_slots, places(blocks, 1, 1)))
     ]
 
 
@@ -90,12 +90,12 @@ def measure(block_bytes: int, blocks: int, rounds: int, device: torch.device, sm
     total = block_bytes * blocks
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name, contextlib.ExitStack() as undo:
         process = undo.enter_context(other_process(Path(name), block_bytes, blocks, small))
-        own, slots = make_pool(Path(name), block_bytes, blocks, device)
-        undo.callback(own.close)
+        own_pool, slots = make_pool(Path(name), block_bytes, blocks, device)
+        undo.callback(own_pool.close)
         arena = torch.zeros(2 * blocks, slots.shape[1], dtype=DTYPE)
         arena = arena.pin_memory() if device.type == "cuda" else arena
         copies = BlockCopies(slots, arena)
-        others = SharedPools(own, copies)
+        others = SharedPools(own_pool, copies)
         undo.callback(others.close)
         asked = moves(blocks, own_slots := places(blocks, 1, 2))
 

@@ -131,21 +131,21 @@ def main() -> None:
         ):
             if options.only not in case.name:
                 continue
-            own, plain = (seconds_of(case, kernels, device, options.rounds) for kernels in backends)
+            ours, plain = (seconds_of(case, kernels, device, options.rounds) for kernels in backends)
             floor = max(case.read_bytes / bandwidth, case.operations / peak)
             results.append(
                 {
                     "model": shape.name,
                     "kernel": case.name,
                     "rows": case.rows,
-                    "seconds": own,
+                    "seconds": ours,
                     "torch_seconds": plain,
-                    "share_of_floor": floor / own,
+                    "share_of_floor": floor / ours,
                 }
             )
             print(
-                f"{shape.name:<14}{case.name:<32}{case.rows:>8}{own * 1e6:>11.1f} us{plain * 1e6:>11.1f} us of torch, "
-                f"{floor / own:>6.1%} of the floor",
+                f"{shape.name:<14}{case.name:<32}{case.rows:>8}{ours * 1e6:>11.1f} us{plain * 1e6:>11.1f} us of torch, "
+                f"{floor / ours:>6.1%} of the floor",
                 flush=True,
             )
     options.out.write_text(json.dumps({"machine": machine(device), "results": results}, indent=2) + "\n")

@@ -22,10 +22,10 @@ class Peer:
 
         self._device = device
         make = transformers.LlamaConfig if config.architecture == "LlamaForCausalLM" else transformers.Gemma3TextConfig
-        own = make(**_fields(config))
+        hf_config = make(**_fields(config))
         with torch.device(device):
-            self._model: Any = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype).eval()
-        self._config = own
+            self._model: Any = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype).eval()
+        self._config = hf_config
         # Without fullgraph=True, parts that cannot be recorded in a graph run one by one instead of failing.
         self._forward = torch.compile(self._model, mode="reduce-overhead") if compiles else self._model
 

@@ -261,8 +261,8 @@ class DecodeTurns:
 
 
 class PrefillTurns:
-    """The turns of a prefill worker. It computes whenever no decode worker is computing, and between the decode steps
-    of those that are.
+    """The turns of a prefill worker. It computes while no decode worker is computing, and between the decode steps of a
+    worker that is.
 
     Args:
         page: see `DecodeTurns`.

@@ -287,10 +287,10 @@ class Constraints:
 
     def advance(self, progress: Mapping[int, RowProgress]) -> None:
         """Report the tokens of a step, by row, and start making the masks for the next one."""
-        own = {row: matcher for row in progress if (matcher := self._matchers[row]) is not None}
-        if own:
-            done = self._thread.submit(_advance_all, [(matcher, progress[row]) for row, matcher in own.items()])
-            self._ready.update(dict.fromkeys(own, done))
+        constrained = {row: matcher for row in progress if (matcher := self._matchers[row]) is not None}
+        if constrained:
+            done = self._thread.submit(_advance_all, [(matcher, progress[row]) for row, matcher in constrained.items()])
+            self._ready.update(dict.fromkeys(constrained, done))
 
     def masks(self, row: int) -> list[np.ndarray] | None:
         """Wait for the masks of a row, see `Matcher`; None if the row has no constraint.

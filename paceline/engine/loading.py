@@ -69,8 +69,8 @@ class Loaded:
             encodings: see `ModelRunner`.
         """
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
-        own = (self.model, self.layout, pool, limits, self.grammars, self._drafter(pool), probabilistic, self.chooser)
-        return ModelRunner(*own, encodings)
+        parts = (self.model, self.layout, pool, limits, self.grammars, self._drafter(pool), probabilistic, self.chooser)
+        return ModelRunner(*parts, encodings)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative
@@ -85,8 +85,8 @@ class Loaded:
             return AssistantDrafter(self.assistant, self.model, caches, draws, self.chooser)
         if self.draft_model is None:
             return ModelDrafter(self.model, caches, draws, layers=config.num_layers, chooser=self.chooser)
-        own, first_group = caches[len(self.model.layer_groups) :], len(self.model.group_shapes)
-        return ModelDrafter(self.draft_model, own, draws, first_group, chooser=self.chooser)
+        draft_caches, first_group = caches[len(self.model.layer_groups) :], len(self.model.group_shapes)
+        return ModelDrafter(self.draft_model, draft_caches, draws, first_group, chooser=self.chooser)
 
 
 def load(

@@ -122,13 +122,13 @@ class RowMedia:
         Placeholder tokens of a grid get any positions, because their own are in `EncodedRows.positions`.
         """
         for row, start, end, begin in pieces:
-            own = positions[begin : begin + end - start]
+            piece_positions = positions[begin : begin + end - start]
             if start >= self.ends[row]:
-                own += self.shifts[row]
+                piece_positions += self.shifts[row]
                 continue
             shifts = [*self._span_shifts[row], self.shifts[row]]
             for span, before, after in zip(self.spans[row], shifts, shifts[1:]):
-                own[max(span.end - start, 0) :] += after - before
+                piece_positions[max(span.end - start, 0) :] += after - before
 
     def _joined(self, arrays: Sequence[np.ndarray]) -> Tensor:
         """Return arrays [..., tokens] of pieces as one tensor on the device."""

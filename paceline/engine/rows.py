@@ -118,8 +118,8 @@ class Rows:
                 self.media.provide(update)
                 continue
             if isinstance(update, RowAssigned):
-                own = update.sampling
-                self._rows[row] = Row(own, update.prompt_len, takes_best(own), allowed_mask(own))
+                sampling = update.sampling
+                self._rows[row] = Row(sampling, update.prompt_len, takes_best(sampling), allowed_mask(sampling))
                 self.token_ids[row, : len(update.token_ids)] = update.token_ids
                 self.lengths[row], self.limits[row] = len(update.token_ids), update.limit
                 self.drafts[row], self._drafts[row] = 0, ()
@@ -160,14 +160,14 @@ class Rows:
                 pieces.append(MediaPiece(row, start, end, begin))
             if shifts[row]:
                 shifted.append(MediaPiece(row, start, end, begin))
-            own = slice(begin, begin := begin + end - start)
+            chunk_tokens = slice(begin, begin := begin + end - start)
             query_start.append(begin)
-            tokens[own] = self.token_ids[row, start:end]
-            positions[own] = self._positions[start:end]
+            tokens[chunk_tokens] = self.token_ids[row, start:end]
+            positions[chunk_tokens] = self._positions[start:end]
             for index, table in enumerate(self._tables):
                 blocks, offsets = self._places[index]
-                placed[2 * index][own] = table[row, blocks[start:end]]
-                placed[2 * index + 1][own] = offsets[start:end]
+                placed[2 * index][chunk_tokens] = table[row, blocks[start:end]]
+                placed[2 * index + 1][chunk_tokens] = offsets[start:end]
         encoded = last_keys = None
         if pieces:
             encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)

@@ -196,9 +196,9 @@ def raw_logprobs(logits: Tensor, top: int, named: Sequence[int] = ()) -> Logprob
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     if named:
-        own = logprobs[list(named)]
-        ranks = (logprobs[None] > own[:, None]).sum(dim=1) + 1
-        return LogprobReport(logprobs, tuple(map(Logprob, named, own.tolist(), ranks.tolist())))
+        named_logprobs = logprobs[list(named)]
+        ranks = (logprobs[None] > named_logprobs[:, None]).sum(dim=1) + 1
+        return LogprobReport(logprobs, tuple(map(Logprob, named, named_logprobs.tolist(), ranks.tolist())))
     values, indices = logprobs.topk(min(top, logprobs.numel()))
     entries = enumerate(zip(indices.tolist(), values.tolist()), start=1)
     return LogprobReport(logprobs, tuple(Logprob(token, value, rank) for rank, (token, value) in entries))

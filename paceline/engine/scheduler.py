@@ -153,10 +153,10 @@ class Scheduler:
         stats = self.stats
         before = stats.prompt_tokens + stats.sampled_tokens
         drafter_lengths = result.drafter_lengths or [0] * len(step.chunks)
-        for chunk, own, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
+        for chunk, chunk_result, drafter_len in zip(step.chunks, result.chunks, drafter_lengths, strict=True):
             request = self._residents.find_in_step(chunk.key)
             if request.place not in (Residence.ENDED, Residence.REMOVED):
-                events, is_over = self._results.apply(request, chunk, own, drafter_len, result.seconds)
+                events, is_over = self._results.apply(request, chunk, chunk_result, drafter_len, result.seconds)
                 self._events += events
                 if is_over:
                     self._residents.end(request)

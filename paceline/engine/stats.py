@@ -50,14 +50,14 @@ class StepLog:
     def note(self, step: Step, result: StepResult) -> None:
         """Note a step that was computed. It must be cheap, because the next step may wait for it."""
         prompt_tokens = prompt_pairs = sequences = drafts = context_tokens = 0
-        for chunk, own in zip(step.chunks, result.chunks, strict=True):
+        for chunk, outcome in zip(step.chunks, result.chunks, strict=True):
             start, length = chunk.start, chunk.length
             if not chunk.follows:
                 prompt_tokens += length
                 prompt_pairs += length * start + length * (length + 1) // 2
-            elif own.tokens:  # otherwise the context has ended, and nothing is computed
+            elif outcome.tokens:  # otherwise the context has ended, and nothing is computed
                 sequences += 1
-                drafts += own.drafted
+                drafts += outcome.drafted
                 context_tokens += start + length
         what = prompt_tokens, prompt_pairs, sequences, drafts, context_tokens
         number = self._noted
@@ -119,7 +119,7 @@ class SchedulerStats:
         self.log.note(step, result)
         self.host_cpu_seconds += result.host_cpu_seconds
         # A chunk that follows a context which has ended computes nothing.
-        alive = [chunk for chunk, own in zip(step.chunks, result.chunks) if own.tokens or not chunk.follows]
+        alive = [chunk for chunk, outcome in zip(step.chunks, result.chunks) if outcome.tokens or not chunk.follows]
         tokens = sum(chunk.length for chunk in alive)
         self.loads.count(tokens, sum(chunk.end for chunk in alive), result.seconds)
         prompts = sum(chunk.prefills for chunk in alive)

@@ -40,13 +40,13 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         """Raise ValueError if shapes differ, because kernels read the matrices by their addresses alone."""
         inner, hidden, count = self.gate[0].size_out, self.gate[0].size_in, len(self.gate)
-        shapes = {(own.size_out, own.size_in) for own in (*self.gate, *self.up)}
-        back = {(own.size_out, own.size_in) for own in self.down}
+        shapes = {(matrix.size_out, matrix.size_in) for matrix in (*self.gate, *self.up)}
+        back = {(matrix.size_out, matrix.size_in) for matrix in self.down}
         if (shapes, back) != ({(inner, hidden)}, {(hidden, inner)}) or {len(self.up), len(self.down)} != {count}:
             raise ValueError(f"all {count} experts must have matrices {inner} x {hidden} and {hidden} x {inner}")
         biases = self.gate_bias, self.up_bias, self.down_bias
         wanted = [(count, inner), (count, inner), (count, hidden)]
-        if any(bias is not None for bias in biases) and [own is not None and own.shape for own in biases] != wanted:
+        if any(bias is not None for bias in biases) and [bias is not None and bias.shape for bias in biases] != wanted:
             raise ValueError(f"the biases of experts must have the shapes {wanted}")
 
 

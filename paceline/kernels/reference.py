@@ -182,8 +182,8 @@ def _attend(
     rows = queries.view(count, kv_heads, per_kv_head, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
     mask = None if mask is None else mask.repeat(per_kv_head, 1)
     if softcap or sinks is not None:
-        own = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
-        attended = _attention_by_scores(rows, keys, values, mask, scale, softcap, own)
+        sink_scores = None if sinks is None else sinks.repeat_interleave(count).view(kv_heads, -1, 1)
+        attended = _attention_by_scores(rows, keys, values, mask, scale, softcap, sink_scores)
     else:
         # torch's fused kernels need the leading dimension of 1.
         attended = F.scaled_dot_product_attention(rows[None], keys[None], values[None], mask, scale=scale)[0]

@@ -55,10 +55,10 @@ class ReferenceRecurrence:
         decay, bias, skip = rates
 
         def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-            own, b, c, raw = torch.split(inputs, [heads * head_dim, state_size, state_size, heads])
-            step, own = F.softplus(raw + bias), own.view(heads, head_dim)
-            now = now * torch.exp(step * decay).view(-1, 1, 1) + (step.unsqueeze(1) * own).unsqueeze(2) * b
-            return now, skip.unsqueeze(1) * own + (now * c).sum(-1)
+            token_input, b, c, raw = torch.split(inputs, [heads * head_dim, state_size, state_size, heads])
+            step, token_input = F.softplus(raw + bias), token_input.view(heads, head_dim)
+            now = now * torch.exp(step * decay).view(-1, 1, 1) + (step.unsqueeze(1) * token_input).unsqueeze(2) * b
+            return now, skip.unsqueeze(1) * token_input + (now * c).sum(-1)
 
         # Token by token, so that the order of all sums is the same wherever a chunk begins.
         results = run_recurrence(state, torch.cat((x, time_steps), 1).float(), batch, group, advance)
@@ -81,7 +81,7 @@ class ReferenceRecurrence:
 
         def advance(now: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
             query, key, value, gate, raw = torch.split(inputs, [keys, keys, heads * value_dim, heads, heads])
-            query, key = (_unit(own.view(-1, key_dim)).repeat_interleave(repeats, 0) for own in (query, key))
+            query, key = (_unit(vectors.view(-1, key_dim)).repeat_interleave(repeats, 0) for vectors in (query, key))
             now = now * torch.exp(F.softplus(raw + bias) * decay).view(-1, 1, 1)
             change = value.view(heads, value_dim) - (key.unsqueeze(2) * now).sum(1)
             now = now + key.unsqueeze(2) * (change * torch.sigmoid(gate).unsqueeze(1)).unsqueeze(1)
@@ -155,8 +155,8 @@ def keep_inputs(span: Span, state: Tensor, seen: Tensor) -> None:
     rows, count = state.shape[1], len(seen) - (span.end - span.start)
     for piece in span.pieces:
         begin = max(0, piece.begin - count * piece.is_new, piece.end - rows)
-        own = [position % rows for position in range(begin, piece.end)]
-        state[piece.slot, own] = seen[begin - span.start + count : piece.end - span.start + count]
+        places = [position % rows for position in range(begin, piece.end)]
+        state[piece.slot, places] = seen[begin - span.start + count : piece.end - span.start + count]
 
 
 def run_recurrence(
@@ -185,12 +185,12 @@ def run_recurrence(
                 raise ValueError(f"{piece.end - settled} tokens may be taken back, but a block keeps {kept} inputs")
             block = state.pending[piece.slot]
             for position in range(piece.begin, piece.end):
-                own = inputs[span.first + position - span.start]
+                token_inputs = inputs[span.first + position - span.start]
                 if position == settled:
                     state.state[piece.slot] = now
                 if position >= settled:
-                    block[1 + position - settled] = own
-                now, result = advance(now, own)
+                    block[1 + position - settled] = token_inputs
+                now, result = advance(now, token_inputs)
                 results.append(result)
             if settled == piece.end:
                 state.state[piece.slot] = now

@@ -98,8 +98,8 @@ def resolve_model(
         content = read_content({path.name: path})
 
         key = cache_key(path.stem, content.digest, _maker())
-        own = path.stem, cache_dir, report, lambda scratch: path.absolute()
-        return _convert_gguf(key, *own, quantization, content.check)
+        conversion = path.stem, cache_dir, report, lambda scratch: path.absolute()
+        return _convert_gguf(key, *conversion, quantization, content.check)
     what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
@@ -140,7 +140,7 @@ def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None
 
 def _maker() -> tuple[object, ...]:
     """Return what a conversion depends on besides the converted files."""
-    versions = {own.name.lower(): own.version for own in importlib.metadata.distributions()}
+    versions = {distribution.name.lower(): distribution.version for distribution in importlib.metadata.distributions()}
     return _CONVERSION, tuple((name, versions.get(name, "")) for name in _MAKERS)
 
 

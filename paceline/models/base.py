@@ -200,9 +200,9 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
     # Layers of two types whose caches have the same shape are one group.
     by_cache: dict[tuple[int, int, int, int], list[LayerType]] = {}
     for kind in kinds:
-        own = config.attention[kind]
-        planes = 2 if own.latent is None else 1
-        by_cache.setdefault((own.num_kv_heads, own.head_dim, own.window, planes), []).append(kind)
+        attention = config.attention[kind]
+        planes = 2 if attention.latent is None else 1
+        by_cache.setdefault((attention.num_kv_heads, attention.head_dim, attention.window, planes), []).append(kind)
     shapes = tuple(
         GroupShape(
             name="-".join(own_kinds),

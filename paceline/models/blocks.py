@@ -63,7 +63,7 @@ class Linear:
         if bias:
             whole = weights.take(f"{place}.bias", sum(sizes_out))
             biases = torch.split(whole if order is None else whole[order], list(sizes_out))
-        return [cls(weight, own, kernels) for weight, own in zip(parts, biases)]
+        return [cls(weight, part_bias, kernels) for weight, part_bias in zip(parts, biases)]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.linear(x, self._weight, self._bias)
@@ -116,42 +116,53 @@ class Attention:
         kernels: Kernels,
         norms: NormKind | None = None,
     ) -> None:
-        own, hidden = config.attention[kind], config.hidden_size
-        self._config = own
+        attention, hidden = config.attention[kind], config.hidden_size
+        self._config = attention
         self._kernels = kernels
 
         def take(name: str, heads: int, rope: Rope | None = None) -> Linear:
-            order = rotary_order(rope, heads, own.head_dim)
-            return Linear.take(weights, f"{place}.{name}", hidden, heads * own.head_dim, own.bias, kernels, order)
+            order = rotary_order(rope, heads, attention.head_dim)
+            return Linear.take(
+                weights, f"{place}.{name}", hidden, heads * attention.head_dim, attention.bias, kernels, order
+            )
 
         self._gate: Linear | None = None
-        if own.gated:
+        if attention.gated:
             self._q, self._gate = Linear.take_parts(
-                *(weights, f"{place}.q_proj", hidden, (own.num_heads * own.head_dim,) * 2, own.bias, kernels),
-                order=gated_order(own),
+                *(
+                    weights,
+                    f"{place}.q_proj",
+                    hidden,
+                    (attention.num_heads * attention.head_dim,) * 2,
+                    attention.bias,
+                    kernels,
+                ),
+                order=gated_order(attention),
             )
         else:
-            self._q = take("q_proj", own.num_heads, own.rope)
-        self._k = take("k_proj", own.num_kv_heads, own.rope)
-        self._v = take("v_proj", own.num_kv_heads)
+            self._q = take("q_proj", attention.num_heads, attention.rope)
+        self._k = take("k_proj", attention.num_kv_heads, attention.rope)
+        self._v = take("v_proj", attention.num_kv_heads)
         self._o = Linear.take(
-            weights, f"{place}.o_proj", own.num_heads * own.head_dim, hidden, own.output_bias, kernels
+            weights, f"{place}.o_proj", attention.num_heads * attention.head_dim, hidden, attention.output_bias, kernels
         )
-        self._sinks = weights.take(f"{place}.sinks", own.num_heads).float() if own.sinks else None
+        self._sinks = weights.take(f"{place}.sinks", attention.num_heads).float() if attention.sinks else None
         self._norms: HeadNorms | None = None
         if norms is not None:
-            order = rotary_order(own.rope, 1, own.head_dim)
-            q_norm, k_norm = (weights.take(f"{place}.{name}.weight", own.head_dim) for name in ("q_norm", "k_norm"))
+            order = rotary_order(attention.rope, 1, attention.head_dim)
+            q_norm, k_norm = (
+                weights.take(f"{place}.{name}.weight", attention.head_dim) for name in ("q_norm", "k_norm")
+            )
             if order is not None:
                 q_norm, k_norm = q_norm[order], k_norm[order]
             self._norms = HeadNorms(q_norm, k_norm, config.norm_eps, norms)
 
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
-        own, kernels = self._config, self._kernels
+        attention, kernels = self._config, self._kernels
         assert isinstance(cache, LayerCache)
-        queries = self._q(x).view(-1, own.num_heads, own.head_dim)
-        keys = self._k(x).view(-1, own.num_kv_heads, own.head_dim)
-        values = self._v(x).view(-1, own.num_kv_heads, own.head_dim)
+        queries = self._q(x).view(-1, attention.num_heads, attention.head_dim)
+        keys = self._k(x).view(-1, attention.num_kv_heads, attention.head_dim)
+        values = self._v(x).view(-1, attention.num_kv_heads, attention.head_dim)
         gate = None if self._gate is None else self._gate(x)
         rotation = step.rotation
         if rotation is not None and rotation.of_queries is not None:
@@ -166,7 +177,13 @@ class Attention:
             assert self._norms is None
             kernels.store_kv(keys, values, cache, step.group)
         attended = kernels.attention(
-            queries, cache, step.batch, step.group, own.scale, sinks=self._sinks, looks_ahead=own.looks_ahead
+            queries,
+            cache,
+            step.batch,
+            step.group,
+            attention.scale,
+            sinks=self._sinks,
+            looks_ahead=attention.looks_ahead,
         )
         rows = attended.flatten(1)
         return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))

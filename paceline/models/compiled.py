@@ -37,7 +37,7 @@ class CompiledModel:
         self._storing_layers = model.config.storing_layers
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
         passes: list[Forward] = [model.forward, partial(model.forward, embedded=True)]
-        self._run, self._run_embedded = [kernels.compile(own) if compiles else own for own in passes]
+        self._run, self._run_embedded = [kernels.compile(run) if compiles else run for run in passes]
 
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
@@ -54,7 +54,7 @@ class CompiledModel:
             return hidden if wanted is None else wanted_rows(hidden, inputs.batch, wanted)
         hidden = self._store(inputs, embedded)
         rows = to_device(_last(inputs.batch, wanted), hidden.device)
-        own = hidden[rows]
+        last_hidden = hidden[rows]
         if len(rows):
             last = replace(
                 inputs,
@@ -63,13 +63,13 @@ class CompiledModel:
                 batch=_only(inputs.batch, wanted, rows),
                 taps=None,
                 begin=self._storing_layers,
-                further=(own,),
+                further=(last_hidden,),
             )
-            own = self._compute(last, [each[rows] for each in embedded])
+            last_hidden = self._compute(last, [each[rows] for each in embedded])
         if taps is not None:
             # Later layers store nothing, so they can break only the tokens whose results are wanted.
-            taps.check(hidden.index_copy(0, rows, own))
-        return own
+            taps.check(hidden.index_copy(0, rows, last_hidden))
+        return last_hidden
 
     def _can_stop(self, inputs: ForwardInputs) -> bool:
         """Return whether tokens may stop before the layers without KV of their own."""
@@ -79,10 +79,10 @@ class CompiledModel:
     def _store(self, inputs: ForwardInputs, embedded: Sequence[Tensor]) -> Tensor:
         """Run the layers up to the last one that stores KV. Return the hidden states after it, [tokens, hidden]."""
         last, depths = self._storing_layers, inputs.depths
-        own = Taps(tuple(dict.fromkeys((*depths, last))))
-        self._compute(replace(inputs, layers=last, taps=own), embedded)
-        inputs.keep_states([own.states[depth] for depth in depths])
-        return own.states[last]
+        taps = Taps(tuple(dict.fromkeys((*depths, last))))
+        self._compute(replace(inputs, layers=last, taps=taps), embedded)
+        inputs.keep_states([taps.states[depth] for depth in depths])
+        return taps.states[last]
 
     def _compute(self, inputs: ForwardInputs, embedded: Sequence[Tensor]) -> Tensor:
         """Run layers [begin, layers) in one compiled pass.

@@ -77,8 +77,8 @@ def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
-    own = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
-    tokenizer: Any = own.from_pretrained(source.parent, gguf_file=source.name)
+    tokenizer_class = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
+    tokenizer: Any = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name)
     _restore_rules(tokenizer, metadata)
     if named := {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}:
         tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
@@ -243,9 +243,9 @@ def _add_no_space(tokenizer: Any) -> None:
     """Make a tokenizer with SentencePiece's rules begin a text without a space of its own."""
     from tokenizers import decoders
 
-    own = tokenizer.backend_tokenizer
-    own.pre_tokenizer.prepend_scheme = "never"
-    own.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer.prepend_scheme = "never"
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
 
 
 def _split_digits(tokenizer: Any) -> None:

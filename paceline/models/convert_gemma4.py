@@ -81,10 +81,16 @@ def convert_gemma4(reader: GGUFReader, metadata: Metadata, target: Path) -> None
     parts = _named(found)
     config = _Config(metadata, found).fields()
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    write_safetensors(target / SINGLE_FILE, {name: _whole(own) for name, own in parts.items()}, {"format": "pt"})
+    write_safetensors(
+        target / SINGLE_FILE, {name: _whole(tensors) for name, tensors in parts.items()}, {"format": "pt"}
+    )
     # Rows of the table are read from the other file.
-    types = {name: own[0].tensor_type.name for name, own in parts.items() if _is_quantized(own) and name != _TABLE}
-    blocks = {name: _blocks(parts[name]) for name, own in types.items() if own in BLOCK_TYPES}
+    types = {
+        name: tensors[0].tensor_type.name
+        for name, tensors in parts.items()
+        if _is_quantized(tensors) and name != _TABLE
+    }
+    blocks = {name: _blocks(parts[name]) for name, type_name in types.items() if type_name in BLOCK_TYPES}
     write_safetensors(target / BLOCKS_FILE, blocks, types)
 
 
@@ -95,7 +101,7 @@ def _named(found: Mapping[str, ReaderTensor]) -> dict[str, Parts]:
         if name != _FACTORS:
             parts.setdefault(_own_name(name), []).append(tensor)
     # Gate comes before up in alphabetical order.
-    return {name: sorted(own, key=lambda tensor: tensor.name) for name, own in parts.items()}
+    return {name: sorted(tensors, key=lambda tensor: tensor.name) for name, tensors in parts.items()}
 
 
 def _own_name(name: str) -> str:
@@ -162,7 +168,7 @@ class _Config:
         pattern = metadata.get("gemma4.attention.sliding_window_pattern")
         if not isinstance(pattern, list) or len(pattern) != self._layers:
             raise ModelError(f"its sliding_window_pattern does not name {self._layers} layers")
-        self._sliding = [bool(own) for own in pattern]
+        self._sliding = [bool(each_type) for each_type in pattern]
         self._shared = self._whole("attention.shared_kv_layers", 0, 0)
         self._head_dims = {
             True: self._one_size("attention.key_length_swa", "attention.value_length_swa"),
@@ -182,7 +188,7 @@ class _Config:
             "intermediate_size": inner,
             "use_double_wide_mlp": self._rows(f"blk.{self._layers - 1}.ffn_gate.weight") == 2 * inner,
             "num_hidden_layers": self._layers,
-            "layer_types": ["sliding_attention" if own else "full_attention" for own in self._sliding],
+            "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in self._sliding],
             "num_attention_heads": self._whole("attention.head_count"),
             "num_key_value_heads": self._kv_heads(True),
             "num_global_key_value_heads": self._kv_heads(False),

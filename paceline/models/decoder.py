@@ -77,11 +77,11 @@ class Decoder:
         return (self.embed(token_ids).index_copy_(0, encoded.places, encoded.values),)
 
     def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
-        further, own = inputs.further, slice(inputs.begin, inputs.layers)
+        further, span = inputs.further, slice(inputs.begin, inputs.layers)
         first = further[0] if embedded else self.embed(inputs.token_ids)
         x = further[-1] if inputs.begin else first
         steps = self._attention_steps(first, inputs, further[1:] if embedded else further)
-        return run_layers(self._layers[own], self._norm, x, inputs.caches[own], steps, inputs.taps, inputs.begin)
+        return run_layers(self._layers[span], self._norm, x, inputs.caches[span], steps, inputs.taps, inputs.begin)
 
     def _attention_steps(
         self, embedded: Tensor, inputs: ForwardInputs, further: Sequence[Tensor]
@@ -92,10 +92,10 @@ class Decoder:
             embedded: [tokens, hidden], the first layer's input.
             further: `inputs.further` without the embedded tokens.
         """
-        rotations, batch, own = self._rotary(inputs.positions), inputs.batch, slice(inputs.begin, inputs.layers)
+        rotations, batch, span = self._rotary(inputs.positions), inputs.batch, slice(inputs.begin, inputs.layers)
         return [
             AttentionStep(rotations.get(kind), batch, batch.groups[group])
-            for kind, group in zip(self.config.layer_types[own], self.layer_groups[own])
+            for kind, group in zip(self.config.layer_types[span], self.layer_groups[span])
         ]
 
     def logits(self, hidden: Tensor) -> Logits:

@@ -45,12 +45,12 @@ class LatentAttention:
     """
 
     def __init__(self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels) -> None:
-        self._config = own = config.attention[kind]
-        assert own.latent is not None
-        self._latent = latent = own.latent
+        self._config = attention = config.attention[kind]
+        assert attention.latent is not None
+        self._latent = latent = attention.latent
         self._kernels = kernels
-        hidden, heads, plain, rank = config.hidden_size, own.num_heads, latent.plain_dim, latent.rank
-        order = rotary_order(own.rope, 1, latent.rotated_dim)
+        hidden, heads, plain, rank = config.hidden_size, attention.num_heads, latent.plain_dim, latent.rank
+        order = rotary_order(attention.rope, 1, latent.rotated_dim)
 
         def ordered(rows: Tensor) -> Tensor:
             return rows if order is None else rows[..., list(order), :]
@@ -91,7 +91,7 @@ class LatentAttention:
         self._o = Linear.take(weights, f"{place}.o_proj", heads * latent.value_dim, hidden, False, kernels)
 
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
-        own, latent, kernels, rotation = self._config, self._latent, self._kernels, step.rotation
+        attention, latent, kernels, rotation = self._config, self._latent, self._kernels, step.rotation
         assert isinstance(cache, LayerCache)
         assert rotation is not None
 
@@ -99,24 +99,24 @@ class LatentAttention:
             return kernels.rotate(part.view(-1, heads, latent.rotated_dim), rotation.cos, rotation.sin)
 
         source = x if self._q_down is None else self._q_norm(self._q_down(x))
-        queries = self._q(source).view(-1, own.num_heads, latent.plain_dim)
-        turned = rotated(self._q_rotated(source), own.num_heads)
+        queries = self._q(source).view(-1, attention.num_heads, latent.plain_dim)
+        turned = rotated(self._q_rotated(source), attention.num_heads)
         queries = kernels.concat(kernels.linear_heads(queries, self._to_latent), turned)
         keys = self._c_norm(self._c(x)).view(-1, 1, latent.rank)
         keys = kernels.concat(keys, rotated(self._k_rotated(x), 1))
         kernels.store_kv(keys, keys, cache, step.group)
-        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale)
+        attended = kernels.attention(queries, cache, step.batch, step.group, attention.scale)
         return self._o(kernels.linear_heads(attended[..., : latent.rank], self._to_values).flatten(1))
 
 
 def _experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> MixtureOfExperts:
-    own = experts_of(config)
+    experts = experts_of(config)
     correction = None
-    if own.routing.scores == "sigmoid":
-        correction = weights.take(f"{place}.gate.e_score_correction_bias", own.count, dtype=torch.float32)
+    if experts.routing.scores == "sigmoid":
+        correction = weights.take(f"{place}.gate.e_score_correction_bias", experts.count, dtype=torch.float32)
     shared = None
-    if own.shared_size:
-        shared = GatedMLP(config, weights, f"{place}.shared_experts", kernels, inner=own.shared_size)
+    if experts.shared_size:
+        shared = GatedMLP(config, weights, f"{place}.shared_experts", kernels, inner=experts.shared_size)
     return MixtureOfExperts(
         Router.take(config, weights, f"{place}.gate", kernels, correction),
         separate_experts(config, weights, f"{place}.experts", kernels),

@@ -68,12 +68,14 @@ def _check_assistant(draft: ModelConfig, sizes: Assistant, target: ModelFacts) -
     problem = ""
     if sizes.target_size != target.hidden_size:
         problem = f"has hidden states of {sizes.target_size} elements, and the model's have {target.hidden_size}"
-    for kind, own in draft.attention.items():
+    for kind, attention in draft.attention.items():
         others = target.attention.get(kind)
-        if others is None or (own.head_dim, own.window) != (others.head_dim, others.window):
+        if others is None or (attention.head_dim, attention.window) != (others.head_dim, others.window):
             problem = problem or f"has other {kind} layers than the model"
-        elif own.num_heads % others.num_kv_heads:
-            problem = problem or f"has {own.num_heads} heads, which cannot share {others.num_kv_heads} KV heads evenly"
+        elif attention.num_heads % others.num_kv_heads:
+            problem = (
+                problem or f"has {attention.num_heads} heads, which cannot share {others.num_kv_heads} KV heads evenly"
+            )
     if problem:
         raise ConfigError(
             f"--speculative-config: the assistant {problem}; choose the assistant that was released for this model"

@@ -53,10 +53,10 @@ class Router:
         scales: Tensor | None = None,
     ) -> Router:
         """Take the matrix, and a bias if the experts have one, from a checkpoint."""
-        own = experts_of(config)
-        weight = kernels.pack(weights.take(f"{place}.weight", own.count, config.hidden_size))
-        bias = weights.take(f"{place}.bias", own.count) if own.bias else None
-        return cls(weight, own.routing, kernels, bias, correction, scales)
+        sizes = experts_of(config)
+        weight = kernels.pack(weights.take(f"{place}.weight", sizes.count, config.hidden_size))
+        bias = weights.take(f"{place}.bias", sizes.count) if sizes.bias else None
+        return cls(weight, sizes.routing, kernels, bias, correction, scales)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts of x [tokens, hidden] and their weights; see `ExpertKernels.choose_experts`."""
@@ -82,15 +82,15 @@ def separate_experts(
     Args:
         names: the names of gate, up and down.
     """
-    own, hidden = experts_of(config), config.hidden_size
-    shapes = ((own.inner_size, hidden), (own.inner_size, hidden), (hidden, own.inner_size))
+    sizes, hidden = experts_of(config), config.hidden_size
+    shapes = ((sizes.inner_size, hidden), (sizes.inner_size, hidden), (hidden, sizes.inner_size))
     # All matrices of one expert after another, which is the order in which a pass reads them.
     packed = [
         [weights.take_packed(f"{place}.{expert}.{name}.weight", *shape) for name, shape in zip(names, shapes)]
-        for expert in range(own.count)
+        for expert in range(sizes.count)
     ]
     gate, up, down = zip(*packed)
-    return kernels.index_experts(ExpertWeights(gate, up, down, own.activation))
+    return kernels.index_experts(ExpertWeights(gate, up, down, sizes.activation))
 
 
 def fused_experts(
@@ -109,18 +109,18 @@ def fused_experts(
     Args:
         transposed, interleaved: see `FusedExperts`. Only gate and up can be interleaved.
     """
-    own, hidden = experts_of(config), config.hidden_size
-    inner = own.inner_size
-    outer = FusedExperts(own.count, (inner, inner), hidden, transposed, interleaved)
+    sizes, hidden = experts_of(config), config.hidden_size
+    inner = sizes.inner_size
+    outer = FusedExperts(sizes.count, (inner, inner), hidden, transposed, interleaved)
     gates, ups = weights.take_packed_experts(gate_up, outer)
-    (downs,) = weights.take_packed_experts(down, FusedExperts(own.count, (hidden,), inner, transposed))
-    if not own.bias:
-        return kernels.index_experts(ExpertWeights(gates, ups, downs, own.activation))
-    both = weights.take(f"{gate_up}_bias", own.count, 2 * inner)
+    (downs,) = weights.take_packed_experts(down, FusedExperts(sizes.count, (hidden,), inner, transposed))
+    if not sizes.bias:
+        return kernels.index_experts(ExpertWeights(gates, ups, downs, sizes.activation))
+    both = weights.take(f"{gate_up}_bias", sizes.count, 2 * inner)
     biases = (both[:, ::2], both[:, 1::2]) if interleaved else torch.split(both, inner, dim=1)
     gate_bias, up_bias = (bias.contiguous() for bias in biases)
-    down_bias = weights.take(f"{down}_bias", own.count, hidden)
-    return kernels.index_experts(ExpertWeights(gates, ups, downs, own.activation, gate_bias, up_bias, down_bias))
+    down_bias = weights.take(f"{down}_bias", sizes.count, hidden)
+    return kernels.index_experts(ExpertWeights(gates, ups, downs, sizes.activation, gate_bias, up_bias, down_bias))
 
 
 def stored_experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> ExpertWeights:

@@ -27,8 +27,8 @@ class Gemma4(Decoder):
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
 
-        def make_layer(layer: int, own: str) -> Gemma4Layer:
-            return Gemma4Layer(config, layer, weights, own, kernels, reads=layer in config.kv_sources)
+        def make_layer(layer: int, layer_place: str) -> Gemma4Layer:
+            return Gemma4Layer(config, layer, weights, layer_place, kernels, reads=layer in config.kv_sources)
 
         super().__init__(
             config,
@@ -53,7 +53,7 @@ class Gemma4(Decoder):
         if self._layer_inputs is None:
             return steps
         given = self._layer_inputs(embedded, further, inputs.begin, inputs.layers)
-        return [replace(step, layer_input=own) for step, own in zip(steps, given)]
+        return [replace(step, layer_input=layer_input) for step, layer_input in zip(steps, given)]
 
 
 def sizes_of(config: ModelConfig) -> Gemma4Config:
@@ -100,7 +100,7 @@ class LayerInputs:
             self._table[:, first * self._size : end * self._size].index_select(0, ids).to(self._dtype)
             for first, end in self._spans_of(begin, layers)
         ]
-        return [to_device(own, token_ids.device) for own in rows]
+        return [to_device(layer_rows, token_ids.device) for layer_rows in rows]
 
     def __call__(self, embedded: Tensor, rows: Sequence[Tensor], begin: int, layers: int | None) -> list[Tensor]:
         """Return the input of each layer in [begin, layers): [tokens, size] each.
@@ -111,11 +111,11 @@ class LayerInputs:
         """
         kernels = self._kernels
         found: list[Tensor] = []
-        for span, own in zip(self._spans_of(begin, layers), rows):
+        for span, span_rows in zip(self._spans_of(begin, layers), rows):
             projected = kernels.scale(self._projections[self._spans.index(span)](embedded), self._hidden_scale)
             heads = projected.view(-1, span[1] - span[0], self._size)
             normed = kernels.rms_norm(heads, self._norm, self._eps, NormKind.WIDE).flatten(1)
-            both = kernels.scale(kernels.add(normed, kernels.scale(own, self._row_scale)), 2**-0.5)
+            both = kernels.scale(kernels.add(normed, kernels.scale(span_rows, self._row_scale)), 2**-0.5)
             found += torch.split(both, self._size, dim=1)
         return found
 
@@ -200,39 +200,43 @@ class _Attention:
     def __init__(
         self, config: ModelConfig, kind: LayerType, weights: Weights, place: str, kernels: Kernels, reads: bool
     ) -> None:
-        own = self._config = config.attention[kind]
-        hidden, head_dim = config.hidden_size, own.head_dim
+        attention = self._config = config.attention[kind]
+        hidden, head_dim = config.hidden_size, attention.head_dim
         self._kernels = kernels
         self._reads = reads
 
         def take(name: str, heads: int) -> Linear:
-            return Linear.take(weights, f"{place}.{name}", hidden, heads * head_dim, own.bias, kernels)
+            return Linear.take(weights, f"{place}.{name}", hidden, heads * head_dim, attention.bias, kernels)
 
-        self._q, self._q_norm = take("q_proj", own.num_heads), weights.take(f"{place}.q_norm.weight", head_dim)
+        self._q, self._q_norm = take("q_proj", attention.num_heads), weights.take(f"{place}.q_norm.weight", head_dim)
         self._eps = config.norm_eps
-        self._o = Linear.take(weights, f"{place}.o_proj", own.num_heads * head_dim, hidden, own.output_bias, kernels)
+        self._o = Linear.take(
+            weights, f"{place}.o_proj", attention.num_heads * head_dim, hidden, attention.output_bias, kernels
+        )
         if self._reads:
             return
-        self._k = take("k_proj", own.num_kv_heads)
-        self._v = None if kind in sizes_of(config).values_from_keys else take("v_proj", own.num_kv_heads)
+        self._k = take("k_proj", attention.num_kv_heads)
+        self._v = None if kind in sizes_of(config).values_from_keys else take("v_proj", attention.num_kv_heads)
         k_norm = weights.take(f"{place}.k_norm.weight", head_dim)
         self._norms = HeadNorms(self._q_norm, k_norm, config.norm_eps, NormKind.WIDE)
         self._ones = torch.ones_like(k_norm)
 
     def __call__(self, x: Tensor, cache: AnyCache, step: AttentionStep) -> Tensor:
-        own, kernels, rotation = self._config, self._kernels, step.rotation
+        attention, kernels, rotation = self._config, self._kernels, step.rotation
         assert isinstance(cache, LayerCache)
         assert rotation is not None
-        queries = self._q(x).view(-1, own.num_heads, own.head_dim)
+        queries = self._q(x).view(-1, attention.num_heads, attention.head_dim)
         if self._reads:
             queries = kernels.rms_norm(queries, self._q_norm, self._eps, NormKind.WIDE)
             queries = kernels.rotate(queries, rotation.cos, rotation.sin)
         else:
-            keys = self._k(x).view(-1, own.num_kv_heads, own.head_dim)
+            keys = self._k(x).view(-1, attention.num_kv_heads, attention.head_dim)
             values = keys if self._v is None else self._v(x).view(keys.shape)
             values = kernels.rms_norm(values, self._ones, self._eps, NormKind.WIDE)
             queries = kernels.rotate_and_store(
                 queries, keys, values, rotation.cos, rotation.sin, cache, step.group, self._norms
             )
-        attended = kernels.attention(queries, cache, step.batch, step.group, own.scale, looks_ahead=own.looks_ahead)
+        attended = kernels.attention(
+            queries, cache, step.batch, step.group, attention.scale, looks_ahead=attention.looks_ahead
+        )
         return self._o(attended.flatten(1))

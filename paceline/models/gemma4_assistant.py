@@ -43,16 +43,16 @@ class Gemma4Assistant(Decoder):
             config,
             weights,
             kernels,
-            lambda layer, own: Gemma4Layer(config, layer, weights, own, kernels, reads=True),
+            lambda layer, layer_place: Gemma4Layer(config, layer, weights, layer_place, kernels, reads=True),
             norm_kind=NormKind.WIDE,
         )
         self.kinds: tuple[LayerType, ...] = tuple(dict.fromkeys(config.layer_types))
         """The types of layers. A batch has one group for each of them, which is the target's."""
         self.group_shapes, self.layer_groups = (), tuple(map(self.kinds.index, config.layer_types))
         sizes = assistant_of(config)
-        own, target = config.hidden_size, sizes.target_size
-        self._pre = Linear.take(weights, "pre_projection", 2 * target, own, False, kernels)
-        self._post = Linear.take(weights, "post_projection", own, target, False, kernels)
+        hidden_size, target = config.hidden_size, sizes.target_size
+        self._pre = Linear.take(weights, "pre_projection", 2 * target, hidden_size, False, kernels)
+        self._post = Linear.take(weights, "post_projection", hidden_size, target, False, kernels)
         self._centroids = _Centroids(config, weights, kernels, self._embedding) if sizes.centroids else None
         self._run = kernels.compile(self.forward)
 

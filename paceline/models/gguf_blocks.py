@@ -60,8 +60,8 @@ def _q8_0(raw: Tensor) -> Numbers:
 
 def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
     """Return fp32 scales and offsets for eight parts of 32 values, from two fp16 and twelve bytes of 6-bit numbers."""
-    own, low, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
-    scales = torch.cat((own & 63, high & 15 | own >> 6 << 4), dim=-1)
+    mixed_bits, low, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
+    scales = torch.cat((mixed_bits & 63, high & 15 | mixed_bits >> 6 << 4), dim=-1)
     offsets = torch.cat((low & 63, high >> 4 | low >> 6 << 4), dim=-1)
     return _halves(raw, 0).float() * scales, -_halves(raw, 2).float() * offsets
 

@@ -58,7 +58,9 @@ def _feed_forward(config: ModelConfig, weights: Weights, place: str, kernels: Ke
 
     if config.experts is None:
         return take_mlp()
-    own = f"{place}.block_sparse_moe"
-    router = Router.take(config, weights, f"{own}.router.layer", kernels)
-    experts = fused_experts(config, weights, f"{own}.input_linear.weight", f"{own}.output_linear.weight", kernels)
+    experts_place = f"{place}.block_sparse_moe"
+    router = Router.take(config, weights, f"{experts_place}.router.layer", kernels)
+    experts = fused_experts(
+        config, weights, f"{experts_place}.input_linear.weight", f"{experts_place}.output_linear.weight", kernels
+    )
     return MixtureOfExperts(router, experts, kernels, take_mlp() if config.experts.shared_size else None)

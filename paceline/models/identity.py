@@ -35,14 +35,14 @@ class ModelIdentity:
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
         """Names and values of everything that this identity consists of."""
-        own = (("dtype", self.dtype), ("quantization", self.quantization), ("implementation", self.code))
-        return own + tuple((file.name, file.digest) for file in self.content.files)
+        properties = (("dtype", self.dtype), ("quantization", self.quantization), ("implementation", self.code))
+        return properties + tuple((file.name, file.digest) for file in self.content.files)
 
     @property
     def weights(self) -> str:
         """Digest of the config and the weights alone. If two digests are equal, the same model continues a text."""
-        own = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
-        return hashlib.sha256(repr(own).encode()).hexdigest()
+        digests = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
+        return hashlib.sha256(repr(digests).encode()).hexdigest()
 
     @property
     def digest(self) -> str:
@@ -83,5 +83,5 @@ def implementation_name(folder: Path, model_impl: ModelImpl) -> str:
     if implementation(folder, model_impl) == "native":
         return "native"
     # Another version may compute the same model with other operations. If it is not installed, loading says so.
-    version = next((own.version for own in importlib.metadata.distributions(name="transformers")), "")
+    version = next((distribution.version for distribution in importlib.metadata.distributions(name="transformers")), "")
     return f"transformers {version}".strip()

@@ -14,9 +14,9 @@ class Mixtral(Llama):
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels) -> None:
         def make_mlp(layer: int, place: str) -> MixtureOfExperts:
-            own = f"model.layers.{layer}.block_sparse_moe"
-            router = Router.take(config, weights, f"{own}.gate", kernels)
-            experts = separate_experts(config, weights, f"{own}.experts", kernels, ("w1", "w3", "w2"))
+            experts_place = f"model.layers.{layer}.block_sparse_moe"
+            router = Router.take(config, weights, f"{experts_place}.gate", kernels)
+            experts = separate_experts(config, weights, f"{experts_place}.experts", kernels, ("w1", "w3", "w2"))
             return MixtureOfExperts(router, experts, kernels)
 
         super().__init__(config, weights, kernels, make_mlp=make_mlp)

@@ -260,13 +260,15 @@ class ModelConfig:
     @property
     def whole_media(self) -> frozenset[MediaKind]:
         """See `ModelFacts`."""
-        looks_ahead = any(own.looks_ahead for own in self.attention.values())
+        looks_ahead = any(attention.looks_ahead for attention in self.attention.values())
         return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
 
     @property
     def has_grids(self) -> bool:
         """See `ModelFacts`."""
-        return any(own.rope is not None and own.rope.sections is not None for own in self.attention.values())
+        return any(
+            attention.rope is not None and attention.rope.sections is not None for attention in self.attention.values()
+        )
 
     @property
     def encoding_size(self) -> int:

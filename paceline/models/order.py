@@ -20,10 +20,10 @@ def order_by_part(groups: int, sizes: Sequence[int]) -> list[int]:
     return [start + i for end, size in zip(ends, sizes) for start in starts for i in range(end - size, end)]
 
 
-def gated_order(own: AttentionConfig) -> list[int]:
+def gated_order(attention: AttentionConfig) -> list[int]:
     """Return the order in which a projection gives all heads' queries, then their gates. The checkpoint has the queries
     and gates of each head in turn."""
-    order = order_by_part(own.num_heads, (own.head_dim, own.head_dim))
-    size = own.num_heads * own.head_dim
-    rotated = rotary_order(own.rope, own.num_heads, own.head_dim) or range(size)
+    order = order_by_part(attention.num_heads, (attention.head_dim, attention.head_dim))
+    size = attention.num_heads * attention.head_dim
+    rotated = rotary_order(attention.rope, attention.num_heads, attention.head_dim) or range(size)
     return [*(order[place] for place in rotated), *order[size:]]

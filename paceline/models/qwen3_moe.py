@@ -23,11 +23,11 @@ class Qwen3Moe(Llama):
         def take_experts(place: str) -> ExpertWeights:
             if not fused:
                 return separate_experts(config, weights, place, kernels)
-            own, hidden = experts_of(config), config.hidden_size
+            sizes, hidden = experts_of(config), config.hidden_size
             gate_up, down = f"{place}.gate_up_proj", f"{place}.down_proj"
             # Released checkpoints have matrices [in, out], and those that transformers 5 saves have [out, in].
-            transposed = weights.has(gate_up, own.count, hidden, 2 * own.inner_size) and weights.has(
-                down, own.count, own.inner_size, hidden
+            transposed = weights.has(gate_up, sizes.count, hidden, 2 * sizes.inner_size) and weights.has(
+                down, sizes.count, sizes.inner_size, hidden
             )
             return fused_experts(config, weights, gate_up, down, kernels, transposed)
 

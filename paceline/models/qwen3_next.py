@@ -19,8 +19,8 @@ class Qwen3Next(Decoder):
         def make_layer(layer: int, place: str) -> PreNormLayer:
             mixer, mlp = _mixer(config, layer, weights, place, kernels), f"{place}.mlp"
             make_mlp = _experts if config.has_experts(layer) else GatedMLP
-            own = make_mlp(config, weights, mlp, kernels)
-            return PreNormLayer(config, weights, place, kernels, mixer, own, NormKind.UNIT_OFFSET)
+            layer_mlp = make_mlp(config, weights, mlp, kernels)
+            return PreNormLayer(config, weights, place, kernels, mixer, layer_mlp, NormKind.UNIT_OFFSET)
 
         super().__init__(config, weights, kernels, make_layer, NormKind.UNIT_OFFSET)
         self.unread = ("mtp.", *self.unread)  # the head that drafts tokens

@@ -30,7 +30,9 @@ class ReadsGrids(Decoder):
         assert encoded.positions is not None
         first, *added = torch.split(encoded.values, self.config.hidden_size, dim=1)
         embedded = self.embed(token_ids)
-        further = [embedded.new_zeros(embedded.shape).index_copy_(0, encoded.places, own) for own in added]
+        further = [
+            embedded.new_zeros(embedded.shape).index_copy_(0, encoded.places, added_rows) for added_rows in added
+        ]
         grids = positions.repeat(3, 1).index_copy_(1, encoded.places, encoded.positions)
         rotation = self._rotary.of_grids(grids)
         return embedded.index_copy_(0, encoded.places, first), rotation.cos, rotation.sin, *further

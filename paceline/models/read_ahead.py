@@ -66,7 +66,9 @@ def _places(file: Path) -> list[tuple[str, Path, int, int]]:
     header.pop("__metadata__", None)
     first = 8 + size
     places = [
-        (name, file, first + begin, first + end) for name, own in header.items() for begin, end in [own["data_offsets"]]
+        (name, file, first + begin, first + end)
+        for name, entry in header.items()
+        for begin, end in [entry["data_offsets"]]
     ]
     return sorted(places, key=lambda place: place[2])
 

@@ -33,15 +33,17 @@ class Rotary:
     def __init__(self, config: ModelConfig, device: torch.device, kernels: Kernels) -> None:
         self._kernels = kernels
         self._ropes = {
-            kind: (own.rope, own.rotary_dim) for kind, own in config.attention.items() if own.rope is not None
+            kind: (attention.rope, attention.rotary_dim)
+            for kind, attention in config.attention.items()
+            if attention.rope is not None
         }
         # Layer types often share one embedding, whose angles are then computed once.
-        self._frequencies = {own: inverse_frequencies(*own).to(device) for own in self._ropes.values()}
+        self._frequencies = {rope: inverse_frequencies(*rope).to(device) for rope in self._ropes.values()}
 
     def __call__(self, positions: Tensor) -> Mapping[LayerType, Rotation]:
         """Return the angles of positions int64 [tokens], for each type of layer that rotates."""
-        found = {own: self._rotation(positions, own[0], each) for own, each in self._frequencies.items()}
-        return {kind: found[own] for kind, own in self._ropes.items()}
+        found = {rope: self._rotation(positions, rope[0], each) for rope, each in self._frequencies.items()}
+        return {kind: found[rope] for kind, rope in self._ropes.items()}
 
     def of_grids(self, positions: Tensor) -> Rotation:
         """Return the angles of tokens that have three positions, in a model with one rotary embedding.
@@ -55,7 +57,7 @@ class Rotary:
         tokens = positions.shape[1]
         turned_by = section_axes(rope, size // 2).repeat(2).to(positions.device).expand(1, tokens, size)
         angles = self._kernels.rotation(positions.flatten(), frequencies, rope.attention_factor)
-        cos, sin = (own.view(3, tokens, size).gather(0, turned_by)[0] for own in angles)
+        cos, sin = (axis_angles.view(3, tokens, size).gather(0, turned_by)[0] for axis_angles in angles)
         return Rotation(cos, sin)
 
     def _rotation(self, positions: Tensor, rope: Rope, frequencies: Tensor) -> Rotation:
@@ -134,5 +136,5 @@ def rotary_order(rope: Rope | None, heads: int, head_dim: int) -> Sequence[int] 
     rotated = rope.rotated_dims or head_dim
     pairs = [(i, i + 1) if rope.interleaved else (i // 2, (i + rotated) // 2) for i in range(0, rotated, 2)]
     pairs += [(i, i + 1) for i in range(rotated, head_dim, 2)]
-    own = [first for first, _ in pairs] + [second for _, second in pairs]
-    return [head * head_dim + dim for head in range(heads) for dim in own]
+    order = [first for first, _ in pairs] + [second for _, second in pairs]
+    return [head * head_dim + dim for head in range(heads) for dim in order]

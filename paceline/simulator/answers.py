@@ -29,14 +29,14 @@ def on_disaggregation(apart: Found, together: Found) -> str:
         what = f"{costs}, and both meet the objectives"
     else:
         better = one.goodput / other.goodput - 1 if other.goodput else float(one.goodput > 0)
-        own, others = three_digits(one.goodput), three_digits(other.goodput)
-        what = f"goodput is {own} requests/s, that of the aggregated fleet {others}"
+        first_goodput, others = three_digits(one.goodput), three_digits(other.goodput)
+        what = f"goodput is {first_goodput} requests/s, that of the aggregated fleet {others}"
         load += " with so many workers"  # another ratio of the roles, which --find looks for, may be better
     if better > PAYS:
         return f"Disaggregation pays for {load}: {what}."
     if better < -PAYS:
         return f"Disaggregation does not pay for {load}: {what}."
-    itl, theirs = (max((c.itl.p99 for c in own.classes.values()), default=0.0) for own in (one, other))
+    itl, theirs = (max((c.itl.p99 for c in fleet.classes.values()), default=0.0) for fleet in (one, other))
     return (
         f"Disaggregation makes little difference in goodput and cost for {load}: {what}. "
         f"The 99th percentile of ITL is {itl * 1000:.0f} ms with it and {theirs * 1000:.0f} ms without."

@@ -112,8 +112,8 @@ class Cores:
     def may_begin(self, worker: CoreUser) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""
         if worker.role == "prefill":
-            for own in self._of("decode"):
-                own.clock.cut(own.clock.steps_begun())
+            for decode_worker in self._of("decode"):
+                decode_worker.clock.cut(decode_worker.clock.steps_begun())
             return not self._decode_computes() or self._events.now < self._until
         return not (self._events.now < self._until and self.is_wanted(worker))
 

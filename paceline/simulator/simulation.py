@@ -103,17 +103,17 @@ class Simulation:
     def _sample(self) -> None:
         workers = self.fleet.workers.values()
         counts = [host.counts() for host in self.fleet.hosts]
-        total = sum(own.total for own in counts)
+        total = sum(count.total for count in counts)
         self._levels.append(
             Level(
                 self.events.now,
-                sum(own.role == "prefill" and own.state == "ready" for own in workers),
-                sum(own.role == "decode" and own.state == "ready" for own in workers),
-                sum(own.state == "starting" for own in workers),
-                sum(own.state == "draining" for own in workers),
+                sum(worker.role == "prefill" and worker.state == "ready" for worker in workers),
+                sum(worker.role == "decode" and worker.state == "ready" for worker in workers),
+                sum(worker.state == "starting" for worker in workers),
+                sum(worker.state == "draining" for worker in workers),
                 self._running,
                 len(self.gateway.waiting),
-                sum(own.held + own.in_flight for own in counts) / total if total else 0.0,
+                sum(count.held + count.in_flight for count in counts) / total if total else 0.0,
                 *self.fleet.expenses(),
             )
         )

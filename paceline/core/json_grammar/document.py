@@ -12,7 +12,7 @@ _PATH_CHARACTERS = 300
 
 
 class SchemaDocument:
-    """A schema with all parts, which have to stay alive: they are known by their identity."""
+    """A schema with all its parts. The parts are looked up by their identity, so they have to stay alive."""
 
     def __init__(self, root: Any) -> None:
         self.root = root

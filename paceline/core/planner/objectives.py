@@ -15,9 +15,9 @@ class Latency:
     """Objectives of one class of requests. The share `percentile` of the requests must be at least this fast."""
 
     ttft: float | None = None
-    """Seconds to the first token; None is no objective."""
+    """Largest time to first token, in seconds; None if there is no objective."""
     itl: float | None = None
-    """Seconds between two tokens; None is no objective."""
+    """Largest time between two tokens, in seconds; None if there is no objective."""
     percentile: float = 0.95
 
 

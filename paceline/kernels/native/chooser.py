@@ -45,5 +45,5 @@ class NativeChooser:
             while last + 1 < end and chosen[last] == proposed[last + 1]:
                 last += 1
             accepted.append(chosen[first : min(last + 1, end)])
-        width = max((len(own) for own in accepted), default=0) or 1
-        return torch.tensor([own + [-1] * (width - len(own)) for own in accepted]).view(len(accepted), width)
+        width = max((len(drafts) for drafts in accepted), default=0) or 1
+        return torch.tensor([drafts + [-1] * (width - len(drafts)) for drafts in accepted]).view(len(accepted), width)

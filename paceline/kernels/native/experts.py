@@ -38,9 +38,9 @@ class NativeExperts(Operations):
             raise ConfigError(f"the native kernels take {_MOST_GROUPS} groups of experts; choose --kernels reference")
         if experts % routing.groups or not 1 <= routing.top_k <= experts // routing.groups * routing.top_groups:
             raise ValueError(f"{routing} cannot choose among {experts} experts")
-        for name, own in (("the corrections", correction), ("the scales", scales)):
-            if own is not None:
-                need(name, own, own.dtype, experts)
+        for name, change in (("the corrections", correction), ("the scales", scales)):
+            if change is not None:
+                need(name, change, change.dtype, experts)
         changes = None if correction is None and scales is None else _changes_of(correction, scales)
         weights = logits.new_empty(tokens, routing.top_k)
         ids = logits.new_empty(tokens, routing.top_k, dtype=torch.int64)
@@ -59,16 +59,18 @@ class NativeExperts(Operations):
         given = experts.gate_bias, experts.up_bias, experts.down_bias
         gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]
         matrices = list(zip(experts.gate, experts.up, experts.down))
-        tensors = [weight.data for own in matrices for weight in own] + [bias for bias in biases if bias is not None]
+        tensors = [weight.data for matrix in matrices for weight in matrix] + [
+            bias for bias in biases if bias is not None
+        ]
         if any(tensor.is_meta for tensor in tensors):
             return experts
         rows = [
             [
-                *(weight.data.data_ptr() for weight in own),
-                *(weight.format or 0 for weight in own),
+                *(weight.data.data_ptr() for weight in expert_weights),
+                *(weight.format or 0 for weight in expert_weights),
                 *(0 if bias is None else bias[expert].data_ptr() for bias in biases),
             ]
-            for expert, own in enumerate(matrices)
+            for expert, expert_weights in enumerate(matrices)
         ]
         return replace(experts, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias, table=torch.tensor(rows))
 

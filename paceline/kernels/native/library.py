@@ -138,8 +138,8 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
     tensors = [(g.tables.contiguous(), g.write_slots.contiguous(), g.write_offsets.contiguous()) for g in groups]
     tables = (Group * len(groups))(
         *(
-            Group(group.block_tokens, group.window, group.tables.shape[1], *(tensor.data_ptr() for tensor in own))
-            for group, own in zip(groups, tensors)
+            Group(group.block_tokens, group.window, group.tables.shape[1], *(tensor.data_ptr() for tensor in tables))
+            for group, tables in zip(groups, tensors)
         )
     )
     step = KernelStep(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), groups=tables)

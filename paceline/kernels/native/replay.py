@@ -42,7 +42,7 @@ class StepRecorder:
 
     def add(self, op: Op, operands: Operands, group: GroupTables | None) -> None:
         if group is not None:
-            op.group = next(index for index, own in enumerate(self._groups) if own is group)
+            op.group = next(index for index, known_group in enumerate(self._groups) if known_group is group)
         op.rows //= RECORDED_TOKENS
         self.operations.append((op, operands))
 
@@ -94,9 +94,12 @@ def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
 
 
 def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
-    own, (_, x, *_) = first
+    kernel_op, (_, x, *_) = first
     return (
-        op.kind == KernelKind.LINEAR and operands[1] is x and _form(op) == _form(own) and own.joined + 1 < MOST_JOINED
+        op.kind == KernelKind.LINEAR
+        and operands[1] is x
+        and _form(op) == _form(kernel_op)
+        and kernel_op.joined + 1 < MOST_JOINED
     )
 
 
@@ -183,15 +186,15 @@ class Program:
         free: dict[int, list[int]] = {}
         end = 0
         for index, operands in enumerate(self._operands):
-            own = {_buffer(tensor): _bytes_per_token(tensor) for tensor in _buffers(operands)}
-            own = {buffer: size for buffer, size in own.items() if buffer not in self._inputs}
-            for buffer, size in own.items():
+            sizes = {_buffer(tensor): _bytes_per_token(tensor) for tensor in _buffers(operands)}
+            sizes = {buffer: size for buffer, size in sizes.items() if buffer not in self._inputs}
+            for buffer, size in sizes.items():
                 if buffer not in offsets:
                     if not free.setdefault(size, []):
                         free[size].append(end)
                         end += size
                     offsets[buffer] = free[size].pop()
-            for buffer, size in own.items():
+            for buffer, size in sizes.items():
                 if last_use[buffer] == index:
                     free[size].append(offsets[buffer])
         return offsets, end
@@ -238,7 +241,8 @@ class Replay:
     def _record(self, inputs: ForwardInputs) -> Program:
         token_ids, positions = (torch.empty(RECORDED_TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
         further = [
-            torch.empty(RECORDED_TOKENS, *own.shape[1:], dtype=own.dtype, device="meta") for own in inputs.further
+            torch.empty(RECORDED_TOKENS, *tensor.shape[1:], dtype=tensor.dtype, device="meta")
+            for tensor in inputs.further
         ]
         recorded = replace(inputs, token_ids=token_ids, positions=positions, further=further)
         self._executor.recorder = recorder = StepRecorder(inputs.batch.groups)

@@ -81,15 +81,15 @@ def make_plan(batch: AttentionBatch, group: int, tile_rows: int, device: torch.d
     apart: list[int] = []
     rows = most_rows = splits = 0
     for request, context in enumerate(batch.context_len):
-        own = (batch.query_start[request + 1] - batch.query_start[request]) * group
-        if own > max(tile_rows, group) or context <= SPLIT:
-            for first in range(0, own, tile_rows):
+        query_rows = (batch.query_start[request + 1] - batch.query_start[request]) * group
+        if query_rows > max(tile_rows, group) or context <= SPLIT:
+            for first in range(0, query_rows, tile_rows):
                 whole += (request, first, 0)
-        elif own:
-            for first in range(0, own, tile_rows):
+        elif query_rows:
+            for first in range(0, query_rows, tile_rows):
                 apart += (request, first, rows + first)
-            rows += own
-            most_rows, splits = max(most_rows, min(own, tile_rows)), max(splits, -(-context // SPLIT))
+            rows += query_rows
+            most_rows, splits = max(most_rows, min(query_rows, tile_rows)), max(splits, -(-context // SPLIT))
     parts = (batch.query_start, batch.context_len, whole, apart)
     packed = to_device(torch.tensor([number for part in parts for number in part], dtype=torch.int32), device)
     query_start, context_len, whole_tiles, apart_tiles = torch.split(packed, [len(part) for part in parts])

@@ -33,13 +33,13 @@ class SortedPairs:
 
 def index_experts(experts: ExpertWeights) -> ExpertWeights:
     """Return the weights as dense matrices, with a table of their addresses and those of biases: int64 [6, experts]."""
-    gate, up, down = (tuple(map(_dense, own)) for own in (experts.gate, experts.up, experts.down))
-    if any(weight.data.is_meta for own in (gate, up, down) for weight in own):
+    gate, up, down = (tuple(map(_dense, matrices)) for matrices in (experts.gate, experts.up, experts.down))
+    if any(weight.data.is_meta for matrices in (gate, up, down) for weight in matrices):
         return experts  # a missing tensor, which the loader reports
-    rows = [[weight.data.data_ptr() for weight in own] for own in (gate, up, down)]
+    rows = [[weight.data.data_ptr() for weight in matrices] for matrices in (gate, up, down)]
     given = experts.gate_bias, experts.up_bias, experts.down_bias
     gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]
-    rows += [[0] * len(gate) if bias is None else [own.data_ptr() for own in bias] for bias in biases]
+    rows += [[0] * len(gate) if bias is None else [expert_bias.data_ptr() for expert_bias in bias] for bias in biases]
     table = torch.tensor(rows, dtype=torch.int64, device=gate[0].data.device)
     return ExpertWeights(gate, up, down, experts.activation, gate_bias, up_bias, down_bias, table)
 
@@ -51,17 +51,17 @@ def _dense(weight: PackedWeight) -> PackedWeight:
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, own: ExpertWeights, activate: Callable[[Tensor, Tensor], Tensor]
+    x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, activate: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Compute `ExpertKernels.experts` with this activation function."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    pairs = sort_pairs(ids, len(own.gate))
+    pairs = sort_pairs(ids, len(expert_weights.gate))
     x = x if x.stride(1) == 1 else x.contiguous()
-    gate, up = products(x, pairs, own, first=0, matrices=2, pairs_of_row=top_k)
-    (parts,) = products(activate(gate, up), pairs, own, first=2, matrices=1, pairs_of_row=1)
+    gate, up = products(x, pairs, expert_weights, first=0, matrices=2, pairs_of_row=top_k)
+    (parts,) = products(activate(gate, up), pairs, expert_weights, first=2, matrices=1, pairs_of_row=1)
     device.weighted_sum[tokens, triton.cdiv(hidden, _SUM_BLOCK)](
         out, parts, weights.contiguous(), SIZE=hidden, TOP_K=top_k, BLOCK=_SUM_BLOCK
     )
@@ -81,31 +81,33 @@ def sort_pairs(ids: Tensor, experts: int) -> SortedPairs:
     return SortedPairs(order, starts, tile_ends, pairs // _ROWS + min(experts, pairs))
 
 
-def products(x: Tensor, pairs: SortedPairs, own: ExpertWeights, first: int, matrices: int, pairs_of_row: int) -> Tensor:
+def products(
+    x: Tensor, pairs: SortedPairs, expert_weights: ExpertWeights, first: int, matrices: int, pairs_of_row: int
+) -> Tensor:
     """Return the products of each pair's row of x with its expert's matrices: [matrices, pairs, outputs].
 
     Args:
         first: the first of the matrices: 0 is gate, 1 is up, 2 is down.
         pairs_of_row: number of consecutive pairs that have the same row of x.
     """
-    weight, count = (own.gate if first == 0 else own.down)[0], len(pairs.order)
+    weight, count = (expert_weights.gate if first == 0 else expert_weights.down)[0], len(pairs.order)
     out = torch.empty(matrices, count, weight.size_out, dtype=x.dtype, device=x.device)
     device.expert_products[pairs.most_tiles, triton.cdiv(weight.size_out, _COLUMNS), matrices](
         out,
         x,
-        own.table,
+        expert_weights.table,
         pairs.order,
         pairs.starts,
         pairs.tile_ends,
         x.stride(0),
         count,
         FIRST=first,
-        EXPERTS=len(own.gate),
-        PADDED_EXPERTS=triton.next_power_of_2(len(own.gate)),
+        EXPERTS=len(expert_weights.gate),
+        PADDED_EXPERTS=triton.next_power_of_2(len(expert_weights.gate)),
         PAIRS_OF_ROW=pairs_of_row,
         SIZE_IN=weight.size_in,
         SIZE_OUT=weight.size_out,
-        BIAS=own.gate_bias is not None,
+        BIAS=expert_weights.gate_bias is not None,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         STEP=128 // x.itemsize,

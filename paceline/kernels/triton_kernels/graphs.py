@@ -169,7 +169,9 @@ class _FixedInputs:
             token_ids=torch.zeros(tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(tokens, dtype=torch.int64, device=device),
             batch=self._batch,
-            further=[torch.zeros(tokens, *own.shape[1:], dtype=own.dtype, device=device) for own in first.further],
+            further=[
+                torch.zeros(tokens, *tensor.shape[1:], dtype=tensor.dtype, device=device) for tensor in first.further
+            ],
             taps=Taps(first.depths),
         )
         self.fill(first)
@@ -184,12 +186,12 @@ class _FixedInputs:
             place[:tokens].copy_(tensor)
         lengths = (*batch.query_start, *(tokens,) * missing, *batch.context_len, *(0,) * missing)
         self._lengths.copy_(to_device(torch.tensor(lengths, dtype=torch.int32, device="cpu"), self._device))
-        for own, group in zip(fixed.groups, batch.groups):
-            requests, width = group.tables.shape[0], min(own.tables.shape[1], group.tables.shape[1])
-            own.tables[:requests, :width].copy_(group.tables[:, :width])
-            own.write_slots.fill_(-1)
-            own.write_slots[:tokens].copy_(group.write_slots)
-            own.write_offsets[:tokens].copy_(group.write_offsets)
+        for fixed_group, group in zip(fixed.groups, batch.groups):
+            requests, width = group.tables.shape[0], min(fixed_group.tables.shape[1], group.tables.shape[1])
+            fixed_group.tables[:requests, :width].copy_(group.tables[:, :width])
+            fixed_group.write_slots.fill_(-1)
+            fixed_group.write_slots[:tokens].copy_(group.write_slots)
+            fixed_group.write_offsets[:tokens].copy_(group.write_offsets)
 
 
 def _room_for(group: GroupTables, size: Size, device: torch.device) -> GroupTables:

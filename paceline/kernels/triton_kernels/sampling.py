@@ -26,8 +26,8 @@ class TritonChooser:
 
     def choose(self, logits: Tensor, rows: Sequence[int], draws: Sequence[Draw]) -> Tensor:
         ways: dict[Callable[[Tensor, Sequence[Draw]], Tensor], list[int]] = {}
-        for index, own in enumerate(draws):
-            ways.setdefault(_way(own, logits.shape[1]), []).append(index)
+        for index, draw in enumerate(draws):
+            ways.setdefault(_way(draw, logits.shape[1]), []).append(index)
         if len(ways) == 1:
             return next(iter(ways))(_take(logits, rows), draws)
         out = torch.empty(len(draws), dtype=torch.int64, device=logits.device)

@@ -42,7 +42,7 @@ class TowerGraphs:
     def __call__(self, *inputs: Tensor, between: Between) -> tuple[Tensor, ...]:
         if (rows := len(inputs[0])) > MAX_ROWS:
             return self._tower(*inputs, between=between)
-        key = tuple((own.shape, own.dtype) for own in inputs)
+        key = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
         if key not in self._graphs:
             if len(self._graphs) == MAX_GRAPHS:
                 self._drop_all()
@@ -64,12 +64,12 @@ class TowerGraphs:
 
 class _Graph:
     def __init__(self, tower: Tower, inputs: tuple[Tensor, ...], record: Record) -> None:
-        self._inputs = own = [each.clone() for each in inputs]
-        self._recording: Recording = record(lambda: list(tower(*own, between=_go_on)))
+        self._inputs = kept = [each.clone() for each in inputs]
+        self._recording: Recording = record(lambda: list(tower(*kept, between=_go_on)))
 
     def run(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for own, given in zip(self._inputs, inputs):
-            own.copy_(given)
+        for kept, given in zip(self._inputs, inputs):
+            kept.copy_(given)
         self._recording.replay()
         # Clones, because the next replay writes to the same place.
         return tuple(result.clone() for result in self._recording.results)

@@ -60,11 +60,11 @@ class Tuner:
         if self._file is None:
             return
         self._found = self._read() | self._found
-        own = self._file.with_suffix(f".{os.getpid()}")
+        new_file = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            own.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
-            own.replace(self._file)
+            new_file.write_text(json.dumps(self._found, indent=1, sort_keys=True) + "\n")
+            new_file.replace(self._file)
         except OSError as error:
             log.warning("the results of kernel tuning cannot be kept in %s: %s", self._file, error)
 

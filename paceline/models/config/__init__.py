@@ -209,11 +209,11 @@ def _architecture(raw: Json) -> str:
 
 
 def _check_shapes(config: ModelConfig) -> None:
-    for own in config.attention.values():
-        if own.num_heads % own.num_kv_heads:
-            raise ModelError(f"{own.num_heads} heads cannot share {own.num_kv_heads} KV heads evenly")
-        if own.head_dim % 2:
-            raise ModelError(f"head_dim must be even for the rotary embedding, not {own.head_dim}")
+    for attention in config.attention.values():
+        if attention.num_heads % attention.num_kv_heads:
+            raise ModelError(f"{attention.num_heads} heads cannot share {attention.num_kv_heads} KV heads evenly")
+        if attention.head_dim % 2:
+            raise ModelError(f"head_dim must be even for the rotary embedding, not {attention.head_dim}")
     if (experts := config.experts) is not None:
         routing, count, groups = experts.routing, experts.count, experts.routing.groups
         choices = count // groups * routing.top_groups

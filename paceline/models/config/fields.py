@@ -234,8 +234,8 @@ def _read_yarn(parameters: Json, theta: float, max_position: int) -> Rope:
     def magnitude(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    own, all_dims = (_number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
-    attention_factor = magnitude(own) / magnitude(all_dims) if own and all_dims else magnitude(1.0)
+    mscale, all_dims = (_number(parameters, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    attention_factor = magnitude(mscale) / magnitude(all_dims) if mscale and all_dims else magnitude(1.0)
     if parameters.get("attention_factor") is not None:
         attention_factor = read_factor(parameters, "attention_factor")
     return Rope(

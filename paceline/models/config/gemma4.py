@@ -90,16 +90,16 @@ def _looks_ahead(fields: Fields) -> bool:
 def _attention(
     fields: Fields, kind: LayerType, layer_types: Sequence[LayerType], max_position: int, looks_ahead: bool
 ) -> AttentionConfig:
-    own = _fields_of(fields, kind, layer_types)
+    kind_fields = _fields_of(fields, kind, layer_types)
     ropes = fields.get("rope_parameters", _ROPES)
     if not set(ropes) <= set(LAYER_TYPES):
         raise ModelError(f"rope_parameters must name the layer types {', '.join(LAYER_TYPES)}, not {', '.join(ropes)}")
     rope = ropes.get(_NAMES[kind]) or _ROPES[_NAMES[kind]]
-    head_dim = own.size("head_dim", 256)
+    head_dim = kind_fields.size("head_dim", 256)
     bias = fields.flag("attention_bias", False)
     return AttentionConfig(
         num_heads=fields.size("num_attention_heads"),
-        num_kv_heads=own.size("num_key_value_heads", 4),
+        num_kv_heads=kind_fields.size("num_key_value_heads", 4),
         head_dim=head_dim,
         scale=1.0,
         rope=_rope(rope, head_dim, max_position),
@@ -123,8 +123,8 @@ def _fields_of(fields: Fields, kind: LayerType, layer_types: Sequence[LayerType]
         return fields.changed(**changes)
     # transformers writes the numbers of layers with as many digits as the largest one has.
     by_layer = {int(layer): changes for layer, changes in listed.items()}
-    each = [dict(by_layer.get(layer) or {}) for layer, own in enumerate(layer_types) if own == kind]
-    if any(own != each[0] for own in each):
+    each = [dict(by_layer.get(layer) or {}) for layer, layer_type in enumerate(layer_types) if layer_type == kind]
+    if any(number != each[0] for number in each):
         raise ModelError(f"per_layer_config must be the same for all {_NAMES[kind]} layers")
     if unknown := sorted(set(each[0]) - {"head_dim", "num_key_value_heads"}):
         raise ModelError(f"per_layer_config must not change {', '.join(unknown)}")

@@ -14,13 +14,13 @@ def gemma4_assistant(fields: Fields) -> ModelConfig:
     if not isinstance(fields.raw.get("text_config"), dict):
         raise ModelError("text_config is missing")
     # The count includes all layers, but none of them reads another layer of this model.
-    own = {"num_kv_shared_layers": 0, "tie_word_embeddings": fields.get("tie_word_embeddings", True)}
-    text = {**fields.raw["text_config"], **own}
+    changes = {"num_kv_shared_layers": 0, "tie_word_embeddings": fields.get("tie_word_embeddings", True)}
+    text = {**fields.raw["text_config"], **changes}
     config = gemma4(Fields({**fields.raw, "text_config": text}, fields.architecture))
     has_layer_inputs = config.gemma4 is not None and config.gemma4.layer_input_size
     if has_layer_inputs or config.experts is not None or not config.tie_word_embeddings:
         raise ModelError("an assistant with inputs for each layer, experts or a head of its own is not supported")
-    if any(own.window == 1 for own in config.attention.values()):
+    if any(attention.window == 1 for attention in config.attention.values()):
         raise ModelError("sliding_window must be at least 2, because an assistant does not see the newest token")
     # transformers does not bound an assistant's logits, whatever its config says.
     return replace(config, assistant=_assistant(fields, config.vocab_size), logit_softcap=0.0)

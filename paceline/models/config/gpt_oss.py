@@ -37,7 +37,7 @@ def gpt_oss(fields: Fields) -> ModelConfig:
     config = llama_like(fields, full_or_sliding(fields, default), bias, bias)
     return replace(
         config,
-        attention={kind: replace(own, sinks=True) for kind, own in config.attention.items()},
+        attention={kind: replace(attention, sinks=True) for kind, attention in config.attention.items()},
         experts=Experts(
             count=fields.size("num_local_experts", 128),
             inner_size=config.intermediate_size,

@@ -29,7 +29,7 @@ def smollm3(fields: Fields) -> ModelConfig:
     rotates = fields.get("no_rope_layers", [(layer + 1) % interval for layer in range(layers)])
     if len(rotates) != layers:
         raise ModelError(f"no_rope_layers describes {len(rotates)} layers, num_hidden_layers is {layers}")
-    types: list[LayerType] = ["full" if own else "nope" for own in rotates]
+    types: list[LayerType] = ["full" if rotated else "nope" for rotated in rotates]
     full = config.attention["full"]
     return replace(config, layer_types=tuple(types), attention={"full": full, "nope": replace(full, rope=None)})
 

@@ -32,11 +32,11 @@ def ministral3(fields: Fields) -> ModelConfig:
     growth = float(parameters.get("llama_4_scaling_beta") or 0.0)
     original = int(parameters.get("original_max_position_embeddings") or fields.size("max_position_embeddings"))
 
-    def grown(own: AttentionConfig) -> AttentionConfig:
-        assert own.rope is not None
-        return replace(own, rope=replace(own.rope, query_growth=growth, original_max_position=original))
+    def grown(attention: AttentionConfig) -> AttentionConfig:
+        assert attention.rope is not None
+        return replace(attention, rope=replace(attention.rope, query_growth=growth, original_max_position=original))
 
-    return replace(config, attention={kind: grown(own) for kind, own in config.attention.items()})
+    return replace(config, attention={kind: grown(attention) for kind, attention in config.attention.items()})
 
 
 def mistral3(fields: Fields) -> ModelConfig:

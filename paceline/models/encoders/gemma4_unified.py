@@ -79,5 +79,7 @@ class SampleEmbedder:
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
         padded = F.pad(x, (0, -len(x) % self._samples))
-        (rows,) = Pieces(between, x.device).of(lambda own: (self._project(own),), padded.view(-1, self._samples))
+        (rows,) = Pieces(between, x.device).of(
+            lambda samples: (self._project(samples),), padded.view(-1, self._samples)
+        )
         return rows

@@ -87,7 +87,7 @@ class Gemma4Vision:
 
     def _rotation(self, across: Tensor, down: Tensor) -> Rotation:
         frequencies = self._frequencies.to(across.device)
-        angles = torch.cat([own.unsqueeze(1) * frequencies for own in (across, down)], dim=1).repeat(1, 2)
+        angles = torch.cat([axis.unsqueeze(1) * frequencies for axis in (across, down)], dim=1).repeat(1, 2)
         return Rotation(angles.cos(), angles.sin())
 
 
@@ -143,7 +143,7 @@ class _Attention:
             return self._kernels.rms_norm(linear(x).view(self._shape), norm, self._eps, NormKind.WIDE)
 
         queries, keys = normed(self._q, self._q_norm), normed(self._k, self._k_norm)
-        turned = [self._kernels.rotate(own, cos, sin) for own in (queries, keys)]
+        turned = [self._kernels.rotate(vectors, cos, sin) for vectors in (queries, keys)]
         return turned[0], turned[1], normed(self._v, self._ones)
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

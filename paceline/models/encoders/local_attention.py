@@ -39,12 +39,12 @@ def attend_locally(queries: Tensor, keys: Tensor, values: Tensor, distances: Ten
         """Return the rows that each block sees: [blocks, heads, before + window, head_dim]."""
         return F.pad(x, (0, 0, 0, 0, before, after)).unfold(0, before + window, window).transpose(2, 3)
 
-    own = F.pad(queries, (0, 0, 0, 0, 0, after)).view(blocks, window, *queries.shape[1:]).transpose(1, 2)
-    by_distance = own @ distances.permute(1, 2, 0)  # [blocks, heads, window, window]
+    block_queries = F.pad(queries, (0, 0, 0, 0, 0, after)).view(blocks, window, *queries.shape[1:]).transpose(1, 2)
+    by_distance = block_queries @ distances.permute(1, 2, 0)  # [blocks, heads, window, window]
     row, column = (torch.arange(count, device=queries.device) for count in (window, before + window))
     distance = before + row.unsqueeze(1) - column
-    at = distance.clamp(0, before).expand(blocks, own.shape[1], -1, -1)
-    scores = cap * torch.tanh((own @ around(keys).mT + by_distance.gather(3, at)) / cap)
+    at = distance.clamp(0, before).expand(blocks, block_queries.shape[1], -1, -1)
+    scores = cap * torch.tanh((block_queries @ around(keys).mT + by_distance.gather(3, at)) / cap)
     is_seen = (distance >= 0) & (distance < window)
     exists = torch.arange(blocks, device=queries.device).unsqueeze(1) * window + column >= before
     scores = scores.masked_fill(~(is_seen & exists[:, None, None]), -math.inf)

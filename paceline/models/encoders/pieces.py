@@ -45,5 +45,5 @@ class Pieces:
         results = []
         for start in range(0, rows, most):
             self._between()
-            results.append(compute(*(own[start : start + most] for own in inputs)))
+            results.append(compute(*(rows[start : start + most] for rows in inputs)))
         return results[0] if len(results) == 1 else tuple(torch.cat(parts) for parts in zip(*results))

@@ -74,7 +74,7 @@ class Qwen3Vision:
         (hidden,) = pieces.of(partial(self._embedded, table=self._table(rows, columns)), tiles, places)
         rotation = self._rotation(places)
         hidden, *shown = self._tower(hidden, rotation.cos, rotation.sin, between=between)
-        parts = [self._mergers[number](own, pieces) for number, own in zip(sorted(self._mergers), shown)]
+        parts = [self._mergers[number](hidden, pieces) for number, hidden in zip(sorted(self._mergers), shown)]
         return torch.cat([self._merge(hidden, pieces), *parts], dim=1)
 
     def _run_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, between: Between) -> tuple[Tensor, ...]:
@@ -198,7 +198,7 @@ class _Table:
     def at(self, places: Tensor) -> Tensor:
         """Return the positions at rows and columns int64 [patches, 2]: fp32 [patches, size]."""
         row, column = places.unbind(1)
-        low, high = (self._rows[row, own[column]] for own in (self._low, self._high))
+        low, high = (self._rows[row, neighbours[column]] for neighbours in (self._low, self._high))
         return torch.lerp(low, high, self._share[column].unsqueeze(1))
 
 

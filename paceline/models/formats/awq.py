@@ -56,7 +56,7 @@ class Awq:
             wide = _gemv_words(groups, self._group_size)
             shapes = (size_out, -(-size_in // _PER_WORD)), (size_out, wide), (size_out, wide * _PER_WORD)
         parts = zip(("qweight", "qzeros", "scales"), shapes, (PACKED, PACKED, FLOATS))
-        return {part: StoredTensor(f"{matrix}.{part}", own, dtypes) for part, own, dtypes in parts}
+        return {part: StoredTensor(f"{matrix}.{part}", part_shape, dtypes) for part, part_shape, dtypes in parts}
 
     def weights_in(self, tensor: str, dtype: str) -> int:
         return _PER_WORD if tensor.endswith(".qweight") else 0 if tensor.endswith((".qzeros", ".scales")) else 1

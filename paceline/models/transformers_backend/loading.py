@@ -103,7 +103,10 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
 
 def _check_report(folder: Path, report: Mapping[str, Any]) -> None:
     """Raise ModelError if tensors are missing or have another shape. Log a warning if some are not used."""
-    misshaped = [f"{name} is {list(own)} instead of {list(wanted)}" for name, own, wanted in report["mismatched_keys"]]
+    misshaped = [
+        f"{name} is {list(found_shape)} instead of {list(wanted)}"
+        for name, found_shape, wanted in report["mismatched_keys"]
+    ]
     refuse_misfits(sorted(report["missing_keys"]), sorted(misshaped))
     if unused := sorted(report["unexpected_keys"]):
         log.warning(

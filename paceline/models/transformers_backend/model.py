@@ -55,21 +55,21 @@ class TransformersModel:
         pack: Pack,
         trust_remote_code: bool = False,
     ) -> None:
-        own = load_config(folder, trust_remote_code)
-        causal = load_module(folder, own, dtype, device, trust_remote_code)
-        if reads_images(own):
+        config_of_model = load_config(folder, trust_remote_code)
+        causal = load_module(folder, config_of_model, dtype, device, trust_remote_code)
+        if reads_images(config_of_model):
             keep_children(causal.base_model, [causal.get_decoder()])
         pack_linears(causal, kernels, pack)
         self.config = TransformersConfig(
             architecture=type(causal).__name__,
-            vocab_size=int(own.get_text_config().vocab_size),
+            vocab_size=int(config_of_model.get_text_config().vocab_size),
             max_position=0,
             dtype=str(dtype).removeprefix("torch."),
         )
         self._dtype, self._device = dtype, device
         self.group_shapes: tuple[GroupShape, ...] = ()
         self.layer_groups: tuple[int, ...] = ()
-        self._own_config = own
+        self._own_config = config_of_model
         self._causal = causal
         self._attention = PagedAttention(causal, kernels)
 
@@ -131,11 +131,11 @@ class TransformersModel:
         self._causal.set_submodule(place, self._given)
 
     def _run(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows | None = None) -> Any:
-        own: dict[str, Tensor] = {"input_ids": token_ids[None]}
+        arguments: dict[str, Tensor] = {"input_ids": token_ids[None]}
         if encoded is not None:
             embedded = self._decoder.get_input_embeddings()(token_ids.index_fill(0, encoded.places, PADDING))
-            own = {"inputs_embeds": embedded.index_copy(0, encoded.places, encoded.values)[None]}
-        return self._decoder(**own, position_ids=positions[None], use_cache=False)
+            arguments = {"inputs_embeds": embedded.index_copy(0, encoded.places, encoded.values)[None]}
+        return self._decoder(**arguments, position_ids=positions[None], use_cache=False)
 
     def _hidden(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows | None = None) -> Tensor:
         hidden: Tensor = self._run(token_ids, positions, encoded).last_hidden_state[0]

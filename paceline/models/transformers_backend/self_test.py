@@ -35,10 +35,10 @@ def check_results(model: Model, own_hidden: Callable[[Tensor], Tensor], dtype: t
     """
     vocab_size = model.config.vocab_size
     contexts = [(torch.arange(BASE_TOKENS) * step + 3) % vocab_size for step in (7, 11)]
-    for own, paged in zip(map(own_hidden, contexts), _in_chunks(model, contexts, dtype)):
-        if not own.isfinite().all():
+    for expected, paged in zip(map(own_hidden, contexts), _in_chunks(model, contexts, dtype)):
+        if not expected.isfinite().all():
             raise ModelError("its own code computes NaN or infinity; check that the weights are whole")
-        errors = (paged.float() - own.float()).norm(dim=1) / own.float().norm(dim=1)
+        errors = (paged.float() - expected.float()).norm(dim=1) / expected.float().norm(dim=1)
         # The median, because rounding sends a token to another expert now and then.
         if not (error := float(errors.median())) <= _TOLERANCES[dtype]:
             raise ModelError(
@@ -70,7 +70,7 @@ def _in_chunks(model: Model, contexts: Sequence[Tensor], dtype: torch.dtype) -> 
         batch = AttentionBatch(starts, (end,) * count, tuple(tables))
         tokens = torch.cat([context[begin:end] for context in contexts])
         hidden = model.forward(ForwardInputs(tokens, positions, [caches[layer] for layer in sorted(caches)], batch))
-        for own, part in zip(parts, torch.split(hidden, end - begin)):
-            own.append(part)
+        for chunks, part in zip(parts, torch.split(hidden, end - begin)):
+            chunks.append(part)
     model.logits(parts[0][0])
-    return [torch.cat(own) for own in parts]
+    return [torch.cat(chunks) for chunks in parts]

@@ -32,10 +32,10 @@ def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str
     stacks: dict[str, set[int]] = {}
     for call in calls:
         stack, index = _place(names.get(call.module, ""), call.module)
-        own = stacks.setdefault(stack, set())
-        if index in own:
+        layer_numbers = stacks.setdefault(stack, set())
+        if index in layer_numbers:
             raise ModelError(f"layer {index} calls attention more than once")
-        own.add(index)
+        layer_numbers.add(index)
     stacks = stacks or {_first_stack(causal): set()}
     if len(stacks) > 1:
         raise ModelError(f"its attention is not in one stack of layers, but in {' and '.join(stacks)}")
@@ -67,7 +67,7 @@ def kv_groups(calls: Sequence[AttentionCall], max_position: int) -> tuple[tuple[
     shapes = tuple(
         GroupShape(
             name=f"{'sliding' if kind[0] else 'full'}-{index}",
-            layers=tuple(layer for layer, own in enumerate(kinds) if own == kind),
+            layers=tuple(layer for layer, layer_kind in enumerate(kinds) if layer_kind == kind),
             kv_heads=kind[1],
             head_dim=kind[2],
             window=kind[0],

@@ -32,30 +32,34 @@ def hot_prefixes(
     if not full:
         return []
     tokens, group = min(full)
-    own = {block.name: block for block in blocks if block.name[0] == group}
+    known_blocks = {block.name: block for block in blocks if block.name[0] == group}
     chosen: dict[Name, None] = {}
-    for block in sorted(own.values(), key=lambda block: (block.touches, block.used), reverse=True):
+    for block in sorted(known_blocks.values(), key=lambda block: (block.touches, block.used), reverse=True):
         if len(chosen) >= most_blocks:
             break
-        if block.name not in elsewhere and (path := _path(own, block, chosen)) is not None:
+        if block.name not in elsewhere and (path := _path(known_blocks, block, chosen)) is not None:
             chosen |= dict.fromkeys(path)
-    inner = {own[name].parent for name in chosen}
+    inner = {known_blocks[name].parent for name in chosen}
     filler = [_NO_BLOCK_ENDS_HERE] * (tokens // BASE_TOKENS - 1)
     return [
-        [link for _, digest in reversed(_path(own, own[name], {}) or []) for link in (*filler, digest)]
+        [
+            link
+            for _, digest in reversed(_path(known_blocks, known_blocks[name], {}) or [])
+            for link in (*filler, digest)
+        ]
         for name in chosen
         if name not in inner
     ]
 
 
-def _path(own: Mapping[Name, Block], block: Block, known: Collection[Name]) -> list[Name] | None:
+def _path(known_blocks: Mapping[Name, Block], block: Block, known: Collection[Name]) -> list[Name] | None:
     """Return the names of the block and of the blocks before it, back to the first block or to a known one.
 
     Returns None if one of them is missing. Then no request can use the block.
     """
     path = [block.name]
     while (parent := block.parent) is not None and parent not in known:
-        if (before := own.get(parent)) is None:
+        if (before := known_blocks.get(parent)) is None:
             return None
         path.append(parent)
         block = before

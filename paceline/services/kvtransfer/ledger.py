@@ -180,15 +180,15 @@ class Ledger:
         found = []
         for group, block, rest in ends:
             if rest:
-                own = block if copies is None else 0
-                (slot,), _ = block_tables.slots_to_seal(self._pool, source, group, own, [tail.name])
-                found.append((group, block, own, slot))
-        for group, block, own, slot in found:
+                source_block = block if copies is None else 0
+                (slot,), _ = block_tables.slots_to_seal(self._pool, source, group, source_block, [tail.name])
+                found.append((group, block, source_block, slot))
+        for group, block, source_block, slot in found:
             if self._pool.name(slot) is None:
                 before = block_tables.name_before(self._pool, lease, group, block)
                 place = place_of(lease.layout, group, block, tail.name, before, lease.priority, tail.length)
                 self._pool.seal(slot, lease.layout.first_group + group, tail.name, place)
-            source.tables[group][own] = NO_SLOT
+            source.tables[group][source_block] = NO_SLOT
         slots = [slot for *_, slot in reversed(found)]  # states first, because they need the blocks with full attention
         if source.in_flight:
             self._pool.leave_flight(slots)

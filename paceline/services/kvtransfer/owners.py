@@ -46,9 +46,9 @@ def count_owners(leases: Iterable[Lease], workers: Mapping[int, str]) -> pb.Ledg
     blocks = Counter[tuple[str, str]]()
     seen: set[int] = set()
     for lease in sorted(leases, key=lambda lease: lease.created):
-        own = set(lease.slots()) - seen
-        seen |= own
-        blocks[workers.get(lease.owner, "gone"), lease.state.value] += len(own)
+        new_slots = set(lease.slots()) - seen
+        seen |= new_slots
+        blocks[workers.get(lease.owner, "gone"), lease.state.value] += len(new_slots)
     owned = (pb.OwnedBlocks(owner=owner, state=state, blocks=count) for (owner, state), count in blocks.most_common())
     return pb.LedgerReply(owners=owned)
 
@@ -68,13 +68,13 @@ def describe_leases(leases: Sequence[Lease], workers: Mapping[int, str], most: i
     seen: set[int] = set()
     for lease in sorted(leases, key=lambda lease: lease.created):
         slots = lease.slots()
-        own = len(set(slots) - seen)
+        new_slots = len(set(slots) - seen)
         seen.update(slots)
         if most and len(reply.leases) == most:
             reply.leases_left_out += 1
-            reply.blocks_left_out += own
+            reply.blocks_left_out += new_slots
         else:
-            reply.leases.append(_describe(lease, workers, len(slots) - own, now))
+            reply.leases.append(_describe(lease, workers, len(slots) - new_slots, now))
     return reply
 
 

@@ -36,14 +36,14 @@ def place_of(
 
 def _partners(layout: KVLayout, group: int) -> tuple[int, ...]:
     """Return the other groups whose blocks a request reads whenever it reads blocks of `group`."""
-    own = layout.groups[group]
+    block_group = layout.groups[group]
     return tuple(
         layout.first_group + index
         for index, other in enumerate(layout.groups)
         if index != group
-        and other.block_tokens == own.block_tokens
-        and other.shape.window == own.shape.window
-        and other.shape.drafter == own.shape.drafter
+        and other.block_tokens == block_group.block_tokens
+        and other.shape.window == block_group.shape.window
+        and other.shape.drafter == block_group.shape.drafter
     )
 
 

@@ -112,9 +112,9 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         worker, work, key = self._worker, request.work, key_from_pb(request.work.key)
         if request.host_id == worker.kv.session.host_id:
             return await worker.kv.open(key), True
-        own = context_from_pb(work)
-        prefix_came = await worker.intake.fetch_prefix(work, key, own, work.prefix_source)
-        reservation = await worker.intake.reserve(work, key, own, len(own))
+        context = context_from_pb(work)
+        prefix_came = await worker.intake.fetch_prefix(work, key, context, work.prefix_source)
+        reservation = await worker.intake.reserve(work, key, context, len(context))
         try:
             return await worker.kv.open(reservation.key), prefix_came
         except BaseException:

@@ -47,7 +47,7 @@ class WorkerAdmission:
         """
         if self.draining:
             raise _draining()
-        first = [key for key, own in self._preempted.items() if background >= own]
+        first = [key for key, is_background in self._preempted.items() if background >= is_background]
         if first:
             raise BusyError(f"{len(first)} requests that were preempted wait for blocks, and they come first")
         if self.active >= self._max_requests:

@@ -166,11 +166,11 @@ class SharedPools:
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
         self._looked = time.monotonic()
-        own = self._own.path
+        own_path = self._own.path
         for path, pool in self._known.items():
             if pool is not None and pool.ended():
                 path.unlink(missing_ok=True)  # a killed process could not remove its file
-        there = set(own.parent.glob(f"{own.stem.rpartition('-')[0]}-*.pool")) - {own}
+        there = set(own_path.parent.glob(f"{own_path.stem.rpartition('-')[0]}-*.pool")) - {own_path}
         for path in there - self._known.keys():
             with contextlib.suppress(FileNotFoundError):  # the file was removed meanwhile
                 self._known[path] = self._open(path)

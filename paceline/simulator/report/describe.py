@@ -132,14 +132,14 @@ def _levels(levels: Sequence[Level]) -> ReportSeries:
 def _minutes(result: Result) -> ReportSeries:
     """Return the results of the requests that arrived in each minute. Percentiles are those of the slowest class."""
     by_minute: dict[int, list[MinuteResult]] = {}
-    for own in result.classes.values():
-        for each in own.minutes:
+    for class_result in result.classes.values():
+        for each in class_result.minutes:
             by_minute.setdefault(each.minute, []).append(each)
     minutes = [by_minute.get(minute, []) for minute in range(max(by_minute, default=-1) + 1)]
-    arrivals = [sum(each.arrivals for each in own) for own in minutes]
+    arrivals = [sum(each.arrivals for each in minute) for minute in minutes]
 
     def slowest(name: str) -> tuple[float | None, ...]:
-        return tuple(max((getattr(each, name) for each in own if each.finished), default=None) for own in minutes)
+        return tuple(max((getattr(each, name) for each in minute if each.finished), default=None) for minute in minutes)
 
     return ReportSeries(
         at=tuple((minute + 1) * MINUTE for minute in range(len(minutes))),

@@ -199,8 +199,8 @@ def _merge(row_max, row_sum, acc, other_max, other_sum, other_acc):
     """Return the state after the keys of both states."""
     top = tl.maximum(row_max, other_max)
     base = _finite(top)
-    own, other = tl.exp2(row_max - base), tl.exp2(other_max - base)
-    return top, row_sum * own + other_sum * other, acc * own[:, None] + other_acc * other[:, None]
+    factor, other = tl.exp2(row_max - base), tl.exp2(other_max - base)
+    return top, row_sum * factor + other_sum * other, acc * factor[:, None] + other_acc * other[:, None]
 
 
 @triton.jit

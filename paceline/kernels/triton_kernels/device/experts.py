@@ -41,9 +41,9 @@ def sort_pairs(
     tl.store(tile_ends + expert, tl.sum(tl.where(bins <= expert, (counts + ROWS - 1) // ROWS, 0), 0))
     for first in range(0, pairs, BLOCK):
         pair = first + tl.arange(0, BLOCK)
-        own = (tl.load(ids + pair, pair < pairs, EXPERTS) == expert).to(tl.int32)
-        tl.store(order + place + tl.cumsum(own, 0) - 1, pair, own != 0)
-        place += tl.sum(own, 0)
+        is_chosen = (tl.load(ids + pair, pair < pairs, EXPERTS) == expert).to(tl.int32)
+        tl.store(order + place + tl.cumsum(is_chosen, 0) - 1, pair, is_chosen != 0)
+        place += tl.sum(is_chosen, 0)
 
 
 @triton.jit

@@ -53,15 +53,15 @@ def draw(
     The largest weight is 1. If top_k or top_p cut, weights must descend. Sums are fp64, block by block. Grid: (rows,).
     """
     row = tl.program_id(0).to(tl.int64)
-    own = weights + row * row_stride
+    row_weights = weights + row * row_stride
     end, least = tl.load(top_k + row), tl.load(min_p + row)
     mass = tl.zeros([], tl.float64)
     for first in range(0, SIZE, BLOCK):
-        mass += tl.sum(_weights(own, first, end, least, SIZE, BLOCK), 0)
+        mass += tl.sum(_weights(row_weights, first, end, least, SIZE, BLOCK), 0)
     limit = tl.load(top_p + row) * mass
     total, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
     for first in range(0, SIZE, BLOCK):
-        weight = _weights(own, first, end, least, SIZE, BLOCK)
+        weight = _weights(row_weights, first, end, least, SIZE, BLOCK)
         total += tl.sum(_within(weight, before, first, limit, BLOCK), 0)
         before += tl.sum(weight, 0)
     target = _uniform(tl.load(seeds + row), tl.load(positions + row), PURPOSE) * total
@@ -69,7 +69,7 @@ def draw(
     below, before = tl.zeros([], tl.float64), tl.zeros([], tl.float64)
     for first in range(0, SIZE, BLOCK):
         index = first + tl.arange(0, BLOCK)
-        weight = _weights(own, first, end, least, SIZE, BLOCK)
+        weight = _weights(row_weights, first, end, least, SIZE, BLOCK)
         kept = _within(weight, before, first, limit, BLOCK)
         before += tl.sum(weight, 0)
         reached = (below + tl.cumsum(kept, 0) > target) & (index < SIZE)
@@ -81,10 +81,10 @@ def draw(
 
 
 @triton.jit
-def _weights(own, first, end, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _weights(row_weights, first, end, least, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Return a block of weights, with 0 for weights that top_k or min_p cut."""
     index = first + tl.arange(0, BLOCK)
-    weight = tl.load(own + index, (index < SIZE) & (index < end), 0.0)
+    weight = tl.load(row_weights + index, (index < SIZE) & (index < end), 0.0)
     return tl.where(weight < least, 0.0, weight)
 
 
