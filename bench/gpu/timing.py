@@ -19,7 +19,9 @@ NO_GPU = "there is no CUDA device here; --small runs tiny shapes on the CPU"
 def options_of(description: str, small: str, rounds: int) -> argparse.ArgumentParser:
     """Return a parser of the options that benchmarks of kernels have in common.
 
-    Args: small: description of the runs with --small. rounds: default of --rounds.
+    Args:
+        small: description of the runs with --small.
+        rounds: default of --rounds.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON file for all figures")

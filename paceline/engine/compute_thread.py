@@ -67,9 +67,10 @@ class Launch(NamedTuple):
 class ComputeThread:
     """The body of the compute thread, with its figures.
 
-    Args: turns: the turns of this worker, if other workers use the same cores. on_result: called after each step, with
-        its result and whether it is the turn of other workers now. on_turn: called a little before this worker's next
-        turn, with whether other workers will want another turn.
+    Args:
+        turns: the turns of this worker, if other workers use the same cores.
+        on_result: called after each step, with its result and whether it is the turn of other workers now.
+        on_turn: called a little before this worker's next turn, with whether other workers will want another turn.
     """
 
     def __init__(

@@ -61,7 +61,9 @@ class MeasuredArrivals(NamedTuple):
 def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns: TurnTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 
-    Args: prefill: times of steps of prompts alone. turns: their prolongation beside decoding.
+    Args:
+        prefill: times of steps of prompts alone.
+        turns: their prolongation beside decoding.
     """
     longer = []
     for count, prompts, decoding in arrivals:

@@ -26,10 +26,13 @@ class _Turn(Turn):
 class WaitingQueue:
     """The requests for which no worker has room.
 
-    Args: max_waiting: the most ordinary requests that wait. queue_seconds: the longest time for which they wait.
+    Args:
+        max_waiting: the most ordinary requests that wait.
+        queue_seconds: the longest time for which they wait.
         attempt: a function that tries to place a request, and returns whether it has, or HELD if the request is held
-        back. It may also end the request. refuse: a function that takes a request which must not wait any longer, and
-        the reason. seed: decides when requests try again by themselves.
+            back. It may also end the request.
+        refuse: a function that takes a request which must not wait any longer, and the reason.
+        seed: decides when requests try again by themselves.
     """
 
     def __init__(

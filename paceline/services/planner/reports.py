@@ -116,8 +116,10 @@ class ReportBuilder:
     ) -> Report:
         """Return the report on the observed members. Its counts begin at the previous report.
 
-        Args: pinned: numbers of workers that people have set. abilities: abilities of the platform. changes: the times
-            at which planners changed each role; None if unknown.
+        Args:
+            pinned: numbers of workers that people have set.
+            abilities: abilities of the platform.
+            changes: the times at which planners changed each role; None if unknown.
         """
         self._forget_ended(platform)
         hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}

@@ -113,8 +113,11 @@ def serves_in(worker_id: str, container: str) -> bool:
 def open_compose(path: str, project: str, workers: Workers, prefix: str = "") -> ComposePlatform:
     """Return the platform of a project.
 
-    Args: path: Unix socket of the docker engine. project: name of the project; "" for the one whose container this
-        process runs in. workers: returns the present workers. prefix: prefix of the roles in the names of the services.
+    Args:
+        path: Unix socket of the docker engine.
+        project: name of the project; "" for the one whose container this process runs in.
+        workers: returns the present workers.
+        prefix: prefix of the roles in the names of the services.
 
     Raises:
         ConfigError: there is no engine, no such project, or the project is not known.
@@ -140,7 +143,9 @@ def open_compose(path: str, project: str, workers: Workers, prefix: str = "") ->
 class ComposePlatform:
     """The workers of one fleet of a compose project. Its services are named after the roles, with a prefix.
 
-    Args: workers: returns the present workers. failure: base class of the errors that `engine` raises.
+    Args:
+        workers: returns the present workers.
+        failure: base class of the errors that `engine` raises.
     """
 
     name = "compose"

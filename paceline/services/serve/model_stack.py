@@ -26,9 +26,11 @@ from paceline.services.serve.worker_fleet import Role, WorkerFleet, tell_role
 class ModelStack:
     """One model with its fleet, from `prepare` to `stop`.
 
-    Args: config: the options of this model. folder: folder of its files. The folder's name with the number is the name
-        of the fleet's cluster. label: prefix of the names of its processes, for the user; "" if there is only one
-        model. on_lost: called with the error if the model can no longer be served.
+    Args:
+        config: the options of this model.
+        folder: folder of its files. The folder's name with the number is the name of the fleet's cluster.
+        label: prefix of the names of its processes, for the user; "" if there is only one model.
+        on_lost: called with the error if the model can no longer be served.
     """
 
     def __init__(
