@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
+from paceline.models.cache import SCRATCH, mark_used
 from paceline.models.durable import rename_durably
 from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
@@ -45,26 +47,32 @@ def make_once(
         ModelError: the folder cannot be made or saved.
     """
     target = cache_dir / key / name
-    if is_complete(target):
-        return target
+    if not is_complete(target):
+        _make(target, report, make, is_complete)
+    with contextlib.suppress(OSError):  # it is used, and if another process has just removed it, reading it says so
+        mark_used(target)
+    return target
+
+
+def _make(target: Path, report: Report, make: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
+    key, name, cache_dir = target.parent.name, target.name, target.parent.parent
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with file_lock(cache_dir / f".{key}.lock", name, report), _scratch(cache_dir, key) as scratch:
             if is_complete(target):
-                return target
+                return
             make(scratch)
             check_folder(scratch / "model")
             if target.exists():
                 shutil.rmtree(target)
             target.parent.mkdir(exist_ok=True)
             rename_durably(scratch / "model", target)
+            report(f"saved {name} in {target}")
     except OSError as error:
         raise ModelError(
-            f"cannot save {name} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
-            f"cache folder with PACELINE_CACHE"
+            f"cannot save {name} in {cache_dir}: {error.strerror or error}; free some space there, for example with "
+            f"`paceline cache prune --all`, or choose another cache folder with PACELINE_CACHE"
         ) from error
-    report(f"saved {name} in {target}")
-    return target
 
 
 def require_modules(names: Sequence[str], what: str, install: str) -> None:
@@ -113,9 +121,9 @@ def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
 @contextmanager
 def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
     """Make an empty folder beside the target. Call it under the lock: it first removes folders of killed processes."""
-    for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
+    for left in cache_dir.glob(f".{glob.escape(key)}{SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
+    path = Path(tempfile.mkdtemp(prefix=f".{key}{SCRATCH}", dir=cache_dir))
     try:
         yield path
     finally:
