@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -87,7 +88,7 @@ def require_modules(names: Sequence[str], what: str, install: str) -> None:
         raise ModelError(f"{what} needs {', '.join(missing)}; run: pip install {install}")
 
 
-def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
+def run_converter(module: str, source: str, scratch: Path, name: str, report: Report) -> None:
     """Run `python -m module source model` in `scratch`, which is a folder.
 
     The child runs in `scratch`. So it imports nothing from the user's folder by mistake. If its parent was killed, it
@@ -95,27 +96,57 @@ def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
 
     Args:
         name: the converted file, for people.
+        report: gets the lines of the child that begin with "\\r", which tell its progress.
 
     Raises:
-        ModelError: the converter failed; its reason is the last line of its output.
+        ModelError: the converter failed; its reason is the last other line of its output.
     """
-    try:
-        done = subprocess.run(
+    is_late = threading.Event()
+    # A pipe for errors, which nobody reads meanwhile, could fill up. If the disk is full, this file is elsewhere.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
             [sys.executable, "-m", module, source, "model"],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             env=child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
             cwd=scratch,
-            timeout=_CONVERT_SECONDS,
         )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"converting {name} took more than {_CONVERT_SECONDS:.0f} s and was stopped") from None
-    if done.returncode == 0:
-        return
-    said = done.stdout.strip() or done.stderr.strip()
-    reason = said.split("\n")[-1] if said else f"{name}: the converter ended with status {done.returncode}"
-    raise ModelError(reason)
+
+        def stop() -> None:
+            is_late.set()
+            process.kill()
+
+        deadline = threading.Timer(_CONVERT_SECONDS, stop)
+        deadline.start()
+        try:
+            said = _relay(process, report)
+        finally:
+            deadline.cancel()
+            process.kill()
+            process.wait()
+        if process.returncode == 0:
+            return
+        if is_late.is_set():
+            raise ModelError(f"converting {name} took more than {_CONVERT_SECONDS:.0f} s and was stopped")
+        errors.seek(0)
+        lines = [said] if said else errors.read().decode(errors="replace").strip().split("\n")
+    raise ModelError(lines[-1] or f"{name}: the converter ended with status {process.returncode}")
+
+
+def _relay(process: subprocess.Popen[bytes], report: Report) -> str:
+    """Report the progress of a converter until it ends, and return the last line that it says besides."""
+    assert process.stdout is not None
+    said = ""
+    with process.stdout as output:
+        for raw in output:
+            line = raw.decode(errors="replace").rstrip("\n")
+            if line.startswith("\r"):
+                report(line)
+            else:
+                said = line.strip() or said
+    process.wait()
+    return said
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -175,25 +176,36 @@ def test_stacks_that_start_together_remove_each_entry_once_and_none_in_use(tmp_p
     del leases
 
 
-def test_a_lease_is_of_a_folder_that_stays_or_is_refused(tmp_path: Path) -> None:
-    """Whoever gets a lease keeps its folder, however the removal of the folder falls together with it."""
-    kept = removed = 0
-    with ThreadPoolExecutor(1) as remover:
-        for number in range(60):
-            model = make_entry(tmp_path, f"model{number}", 10, 50)
-            pruning = remover.submit(prune, tmp_path, everything)
-            time.sleep(number % 20 * 1e-4)
-            try:
-                lease = FolderLease(model)
-            except OSError:
-                removed += 1
-            else:
-                pruning.result()
-                assert (model / "config.json").exists()
-                kept += 1
-                lease.close()
-            pruning.result()
-    assert kept + removed == 60
+def test_no_lease_is_given_of_a_folder_that_is_removed_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, real = make_entry(tmp_path, "small", 10, 50), fcntl.flock
+
+    def be_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        assert names(prune(tmp_path, everything)) == ["small"]
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", be_late)
+    with pytest.raises(ModelError, match="small has just been removed; start again"):
+        lease_model(model)
+
+
+def test_no_lease_is_given_of_a_folder_that_another_one_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, real = make_entry(tmp_path, "small", 10, 50), fcntl.flock
+
+    def be_late(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        prune(tmp_path, everything)
+        make_entry(tmp_path, "small", 10, 50)
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", be_late)
+    with pytest.raises(FileNotFoundError):
+        FolderLease(model)
+    FolderLease(model).close()
 
 
 def test_a_crash_while_an_entry_is_removed_leaves_no_half_of_it_under_its_name(
