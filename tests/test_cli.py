@@ -14,6 +14,7 @@ from paceline import __version__
 from paceline.cli import _api_key, main
 from paceline.cli.services import SERVICES
 from paceline.core.speculative import speculative_help
+from paceline.models.folder_lease import FolderLease
 
 pytestmark = pytest.mark.slow
 
@@ -51,8 +52,8 @@ def test_the_overview_names_every_command_and_fits_a_screen(capsys: pytest.Captu
         main(["--help"])
     text = capsys.readouterr().out
     assert end.value.code == 0
-    assert all(f"\n  {name} " in text for name in (*SERVICES, "prepare", "version"))
-    assert len(text.splitlines()) <= 34
+    assert all(f"\n  {name} " in text for name in (*SERVICES, "prepare", "cache", "version"))
+    assert len(text.splitlines()) <= 35
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -252,3 +253,43 @@ def test_commands_send_the_admin_key_of_the_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin, other")
     assert _api_key({"api_key": ""}) == "admin"
     assert _api_key({"api_key": "given"}) == "given"
+
+
+def test_the_cache_is_shown_and_pruned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / f"small-{'0' * 16}" / "small"
+    model.mkdir(parents=True)
+    (model / "config.json").write_bytes(b" " * 2000)
+    os.utime(model, (1e9, 1e9))
+    place = f"--cache-dir={tmp_path}"
+    assert code_of(["cache", place, "--cache-size=1GiB"]) == 0
+    heading, line, total = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["MODEL", "WHAT", "SIZE", "LAST", "USE", "IN", "USE"]
+    assert re.fullmatch(r"small +conversion +2 kB +2001-09-0\d \d\d:\d\d +no", line)
+    assert total == f"{tmp_path}: 2 kB of 1.1 GB"
+    assert code_of(["cache", "prune", place, "--older-than=100000"]) == 0
+    assert code_of(["cache", "prune", place, "--cache-size=1MiB"]) == 0
+    assert capsys.readouterr().out == f"removed 0 results of 0 kB from {tmp_path}\n" * 2
+    lease = FolderLease(model)
+    assert code_of(["cache", "prune", place, "--all"]) == 0
+    assert capsys.readouterr().out == f"removed 0 results of 0 kB from {tmp_path}; 1 in use stay\n"
+    lease.close()
+    os.utime(model, (1e9, 1e9))
+    assert code_of(["cache", "prune", place, "--older-than=30"]) == 0
+    assert capsys.readouterr().out == f"removed 1 result of 2 kB from {tmp_path}\n"
+    assert not model.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--all"], "--all and --older-than are for paceline cache prune"),
+        (["prune", "--all", "--older-than=3"], "--all and --older-than exclude each other; leave one of them out"),
+        (["prune", "--older-than=-1"], "--older-than must be at least 0 days, not -1"),
+        (["prune", "--cache-size=0"], "--cache-size must not be 0; write it like 512MiB or 4GiB"),
+    ],
+)
+def test_wrong_options_of_the_cache_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert code_of(["cache", f"--cache-dir={tmp_path}", *arguments]) == 2
+    assert capsys.readouterr().err == f"paceline: {said}\n"

@@ -78,6 +78,9 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "prepare":
         is_relayed, link, file = (arguments.pop(name) for name in ("live_progress", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
+    elif name == "cache":
+        action, everything, days, file = (arguments.pop(name) for name in ("action", "all", "older_than", "config"))
+        _cache(action, everything, days, load_config(ServeConfig, "cache", file, arguments))
     else:
         run_service(name, load_service_config(name, arguments.pop("config"), arguments))
     return 0
@@ -116,6 +119,17 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     if link is not None:
         link_folder(folder, link)
     print(folder)
+
+
+def _cache(action: str, everything: bool, days: float | None, config: ServeConfig) -> None:
+    from paceline.cli.cache import prune_cache, show_cache
+
+    if action == "prune":
+        prune_cache(config, everything, days)
+    elif everything or days is not None:
+        raise ConfigError("--all and --older-than are for paceline cache prune")
+    else:
+        show_cache(config)
 
 
 def _fail(sentence: str, code: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from paceline.cli.flags import add_options, help_of
 from paceline.cli.services import SERVICES
-from paceline.core.config import PREPARE_OPTIONS, ServeConfig
+from paceline.core.config import CACHE_OPTIONS, PREPARE_OPTIONS, ServeConfig
 from paceline.core.planner.reports import ROLES
 from paceline.simulator import options as simulator_options
 
@@ -42,6 +42,7 @@ tools
   scale ROLE=N        change the numbers of workers of a running stack
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
   prepare MODEL       fetch or convert a model and print its folder
+  cache [prune]       show, or remove, converted models and packed weights
   key, token          make a key for --api-keys-file, or the secret that services share
   version             print the version
 
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
     _add_services(commands)
     _add_prepare(commands)
+    _add_cache(commands)
     _add_top(commands)
     _add_trace(commands)
     _add_scale(commands)
@@ -91,6 +93,25 @@ def _add_prepare(commands: Any) -> None:
         "--link", type=Path, metavar="PATH", help="symbolic link to the folder, which is made or replaced"
     )
     command.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_cache(commands: Any) -> None:
+    description = (
+        "Show the converted models and packed weights that Paceline has made in its cache folder, the least recently "
+        "used first. prune removes those that no process uses, by default until the others take --cache-size."
+    )
+    command = _add_command(commands, "cache", "[list | prune] [options]", description)
+    command.add_argument(
+        "action", nargs="?", choices=("list", "prune"), default="list", help="what to do [%(default)s]"
+    )
+    command.add_argument("--all", action="store_true", help="prune everything that is not in use")
+    command.add_argument(
+        "--older-than", type=float, metavar="DAYS", help="prune what was not used for this many days and is not in use"
+    )
+    command.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file: keys at its top and in [cache]; flags override it"
+    )
+    add_options(command, ServeConfig, CACHE_OPTIONS)
 
 
 def _add_top(commands: Any) -> None:

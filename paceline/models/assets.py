@@ -37,7 +37,7 @@ BUNDLED: Mapping[str, BundledModel] = {
 
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
-_CONVERSION = 3
+_CONVERSION = 4
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
@@ -164,12 +164,12 @@ def _convert_gguf(
 
     def make(scratch: Path) -> None:
         gguf = find_gguf(scratch)
-        report(f"converting {name}; this can take a minute")
+        report(f"converting {name}")
         # The link is in a folder of its own, because transformers also reads other files of the folder.
         source = Path("source", gguf.name)
         (scratch / "source").mkdir()
         (scratch / source).symlink_to(gguf)
-        run_converter("paceline.models.convert", str(source), scratch, gguf.name)
+        run_converter("paceline.models.convert", str(source), scratch, gguf.name, report)
         check()
 
     if not is_complete(cache_dir / key / name):
@@ -189,7 +189,7 @@ def _with_tokenizer(folder: Path, cache_dir: Path, report: Report) -> Path:
 
     def make(scratch: Path) -> None:
         report(f"converting the tokenizer of {folder}")
-        run_converter("paceline.models.convert_tokenizer", str(folder), scratch, "the tokenizer")
+        run_converter("paceline.models.convert_tokenizer", str(folder), scratch, "the tokenizer", report)
         for name in names:
             # The converter leaves out settings that only older tokenizers have, so the model's own files stay.
             link = scratch / "model" / name

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from paceline.core.env import child_environment
 from paceline.core.errors import ModelError
+from paceline.models.cache import SCRATCH, mark_used
 from paceline.models.durable import rename_durably
 from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
@@ -45,26 +48,32 @@ def make_once(
         ModelError: the folder cannot be made or saved.
     """
     target = cache_dir / key / name
-    if is_complete(target):
-        return target
+    if not is_complete(target):
+        _make(target, report, make, is_complete)
+    with contextlib.suppress(OSError):  # it is used, and if another process has just removed it, reading it says so
+        mark_used(target)
+    return target
+
+
+def _make(target: Path, report: Report, make: Callable[[Path], None], is_complete: Callable[[Path], bool]) -> None:
+    key, name, cache_dir = target.parent.name, target.name, target.parent.parent
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with file_lock(cache_dir / f".{key}.lock", name, report), _scratch(cache_dir, key) as scratch:
             if is_complete(target):
-                return target
+                return
             make(scratch)
             check_folder(scratch / "model")
             if target.exists():
                 shutil.rmtree(target)
             target.parent.mkdir(exist_ok=True)
             rename_durably(scratch / "model", target)
+            report(f"saved {name} in {target}")
     except OSError as error:
         raise ModelError(
-            f"cannot save {name} in {cache_dir}: {error.strerror or error}; free some space there or choose another "
-            f"cache folder with PACELINE_CACHE"
+            f"cannot save {name} in {cache_dir}: {error.strerror or error}; free some space there, for example with "
+            f"`paceline cache prune --all`, or choose another cache folder with PACELINE_CACHE"
         ) from error
-    report(f"saved {name} in {target}")
-    return target
 
 
 def require_modules(names: Sequence[str], what: str, install: str) -> None:
@@ -79,7 +88,7 @@ def require_modules(names: Sequence[str], what: str, install: str) -> None:
         raise ModelError(f"{what} needs {', '.join(missing)}; run: pip install {install}")
 
 
-def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
+def run_converter(module: str, source: str, scratch: Path, name: str, report: Report) -> None:
     """Run `python -m module source model` in `scratch`, which is a folder.
 
     The child runs in `scratch`, so it imports nothing from the user's folder by mistake. If its parent was killed, the
@@ -87,35 +96,65 @@ def run_converter(module: str, source: str, scratch: Path, name: str) -> None:
 
     Args:
         name: the converted file, for people.
+        report: gets the lines of the child that begin with "\\r", which tell its progress.
 
     Raises:
-        ModelError: the converter failed; its reason is the last line of its output.
+        ModelError: the converter failed; its reason is the last other line of its output.
     """
-    try:
-        done = subprocess.run(
+    is_late = threading.Event()
+    # A pipe for errors, which nobody reads meanwhile, could fill up. If the disk is full, this file is elsewhere.
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
             [sys.executable, "-m", module, source, "model"],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
+            stdout=subprocess.PIPE,
+            stderr=errors,
             env=child_environment(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false"),
             cwd=scratch,
-            timeout=_CONVERT_SECONDS,
         )
-    except subprocess.TimeoutExpired:
-        raise ModelError(f"converting {name} took more than {_CONVERT_SECONDS:.0f} s and was stopped") from None
-    if done.returncode == 0:
-        return
-    said = done.stdout.strip() or done.stderr.strip()
-    reason = said.split("\n")[-1] if said else f"{name}: the converter ended with status {done.returncode}"
-    raise ModelError(reason)
+
+        def stop() -> None:
+            is_late.set()
+            process.kill()
+
+        deadline = threading.Timer(_CONVERT_SECONDS, stop)
+        deadline.start()
+        try:
+            said = _relay(process, report)
+        finally:
+            deadline.cancel()
+            process.kill()
+            process.wait()
+        if process.returncode == 0:
+            return
+        if is_late.is_set():
+            raise ModelError(f"converting {name} took more than {_CONVERT_SECONDS:.0f} s and was stopped")
+        errors.seek(0)
+        lines = [said] if said else errors.read().decode(errors="replace").strip().split("\n")
+    raise ModelError(lines[-1] or f"{name}: the converter ended with status {process.returncode}")
+
+
+def _relay(process: subprocess.Popen[bytes], report: Report) -> str:
+    """Report the progress of a converter until it ends, and return the last line that it says besides."""
+    assert process.stdout is not None
+    said = ""
+    with process.stdout as output:
+        for raw in output:
+            line = raw.decode(errors="replace").rstrip("\n")
+            if line.startswith("\r"):
+                report(line)
+            else:
+                said = line.strip() or said
+    process.wait()
+    return said
 
 
 @contextmanager
 def _scratch(cache_dir: Path, key: str) -> Iterator[Path]:
     """Make an empty folder beside the target. Call it under the lock: it first removes folders of killed processes."""
-    for left in cache_dir.glob(f".{glob.escape(key)}.tmp-*"):
+    for left in cache_dir.glob(f".{glob.escape(key)}{SCRATCH}*"):
         shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f".{key}.tmp-", dir=cache_dir))
+    path = Path(tempfile.mkdtemp(prefix=f".{key}{SCRATCH}", dir=cache_dir))
     try:
         yield path
     finally:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,26 @@ import gguf
 from gguf import GGUFReader
 
 from paceline.core.errors import ModelError
+from paceline.core.progress import Progress
 from paceline.models.config import read_config
+from paceline.models.convert_dense import ARCHITECTURES, dense_config, dense_sources
+from paceline.models.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.convert_weights import write_weights
 from paceline.models.gguf_metadata import Metadata, check_sizes, check_tokenizer
 from paceline.models.gguf_reader import DamagedError, open_gguf
 
-# Architectures that transformers converts and we compute, and the one that `convert_gemma4` converts.
-_CONVERTED_ELSEWHERE = ("llama", "gemma3", "qwen2", "qwen3", "qwen3moe")
 _TEMPLATE = "tokenizer.chat_template."
 """Beginning of the keys of all chat templates but the default one."""
 _GEMMA4 = "gemma4"
+_PROGRESS_SECONDS = 0.25
 
-# Head sizes that transformers assumes, or from which it computes the scale of attention.
+# Head sizes that `convert_dense` assumes, or from which the reader of a config computes the scale of attention.
 _HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
 
-# Values that transformers assumes for a Gemma 3, whatever its file says.
+# Values that `convert_dense` assumes for a Gemma 3, whatever its file says.
 _OF_GEMMA3 = {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 6, "final_logit_softcapping": 0.0}
 
-# Ends of the names of biases that transformers converts.
+# Ends of the names of biases that are converted.
 _BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 
 # Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
@@ -73,6 +78,21 @@ def convert_gguf(source: Path, target: Path) -> None:
 
 
 def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path) -> None:
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    target.mkdir(exist_ok=True)
+    tables: Collection[str] = ()
+    if metadata.architecture == _GEMMA4:
+        sources, config, tables = gemma4_sources(tensors), gemma4_config(metadata, tensors), GEMMA4_TABLES
+    else:
+        config = dense_config(metadata)
+        sources = dense_sources(metadata, config, tensors)
+    _write_tokenizer(source, metadata, target)
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    write_weights(sources, target, _Shown(), tables)
+
+
+def _write_tokenizer(source: Path, metadata: Metadata, target: Path) -> None:
+    """Write the tokenizer, the chat template, and the tokens after which an answer ends."""
     # This import is slow, and not needed to refuse a file.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -82,58 +102,36 @@ def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path)
     _restore_rules(tokenizer, metadata)
     if named := {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}:
         tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+    stops = set(_stop_token_ids(metadata))
     if metadata.architecture == _GEMMA4:
         # transformers loses that raw prompts begin with BOS. A chat template writes its own.
         tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
-        _convert_gemma4(reader, metadata, tokenizer, target)
-    else:
-        _convert_elsewhere(source, reader, metadata, target)
+        vocabulary = tokenizer.get_vocab()
+        stops |= {vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary}
     tokenizer.save_pretrained(target)
-
-
-def _convert_elsewhere(source: Path, reader: GGUFReader, metadata: Metadata, target: Path) -> None:
-    """Write config, generation config, weights and blocks of a model that transformers converts."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
-
-    from paceline.models.convert_blocks import check_tensors, write_blocks
-
-    config: Any = AutoConfig.from_pretrained(source.parent, gguf_file=source.name, **_overlooked(metadata))
-    with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    check_tensors(metadata.tensors, metadata.architecture, outline)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        config=config,
-        gguf_file=source.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(gguf_file=source.name, dequantize=True),
-    )
-    # The weights are not quantized any more, whatever the file's type was.
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    if stops := _stop_token_ids(metadata):
-        model.generation_config.eos_token_id = stops
-    # transformers saves each matrix of an expert under a name of its own, but not if the model comes from a GGUF file.
-    model._weight_conversions = None
-    model.save_pretrained(target)
-    write_blocks(reader, metadata.architecture, model, target)
-
-
-def _convert_gemma4(reader: GGUFReader, metadata: Metadata, tokenizer: Any, target: Path) -> None:
-    from paceline.models.convert_gemma4 import convert_gemma4
-
-    target.mkdir(exist_ok=True)
-    convert_gemma4(reader, metadata, target)
-    vocabulary = tokenizer.get_vocab()
-    named = [vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary]
-    generation = {"eos_token_id": sorted({*_stop_token_ids(metadata), *named})}
+    generation = {"eos_token_id": sorted(stops)} if stops else {}
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
+
+
+class _Shown:
+    """Prints how much of the model is written, as lines that begin with "\\r", no more than a few each second."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._next = 0.0
+
+    def __call__(self, written: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next and written < total:
+            return
+        self._progress = self._progress or Progress(total, partial(print, flush=True))
+        self._progress.show(written)
+        self._next = now + _PROGRESS_SECONDS
 
 
 @contextmanager
 def _only_reader(reader: GGUFReader) -> Iterator[None]:
-    """Let transformers use this reader. It would read the file three times more, each for 10 s if it is a Gemma."""
+    """Let transformers use this reader. It would read the file again, for 10 s if it is a Gemma."""
     original = gguf.GGUFReader
     gguf.GGUFReader = lambda path: reader  # type: ignore[assignment, misc]
     try:
@@ -156,16 +154,10 @@ def _named(source: Path) -> Iterator[None]:
         raise ModelError(f"{source.name} cannot be converted: {error}; use the model's Hugging Face folder") from error
 
 
-def _overlooked(metadata: Metadata) -> dict[str, int]:
-    """Return fields of config.json that transformers does not read from the file's metadata."""
-    size = metadata.get("qwen3moe.expert_feed_forward_length")
-    return {} if size is None else {"moe_intermediate_size": int(size)}
-
-
 def _problem(metadata: Metadata) -> str:
     """Return why a file cannot be converted without loss; "" if it can, as far as its metadata tell."""
     architecture = metadata.architecture
-    known = (*_CONVERTED_ELSEWHERE, _GEMMA4)
+    known = (*ARCHITECTURES, _GEMMA4)
     if architecture == "clip":
         return "it has encoders of images or audio, and no text model"
     if architecture not in known:
@@ -178,11 +170,11 @@ def _problem(metadata: Metadata) -> str:
         split = metadata.get("tokenizer.ggml.pre", "none")
         if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS, *_SPLITS_COMPOSED):
             return f"how its tokenizer splits text ({split}) would be lost"
-    return "" if architecture == _GEMMA4 else _lost_elsewhere(architecture, metadata)
+    return "" if architecture == _GEMMA4 else _lost(architecture, metadata)
 
 
-def _lost_elsewhere(architecture: str, metadata: Metadata) -> str:
-    """Return what transformers would lose without a word; "" if nothing."""
+def _lost(architecture: str, metadata: Metadata) -> str:
+    """Return what `convert_dense` would lose without a word; "" if nothing."""
     head_dim = metadata.get(f"{architecture}.attention.key_length")
     if "rope_freqs.weight" in metadata.tensors:
         return "its rope scaling would be lost"
@@ -202,7 +194,7 @@ def _lost_elsewhere(architecture: str, metadata: Metadata) -> str:
 
 
 def _lost_of_gemma3(metadata: Metadata) -> str:
-    """Return a key of a Gemma 3 whose value is not the one that transformers assumes; "" if there is none."""
+    """Return a key of a Gemma 3 whose value is not the one that `convert_dense` assumes; "" if there is none."""
     for name, granted in _OF_GEMMA3.items():
         if metadata.get(f"gemma3.{name}", granted) != granted:
             return name

@@ -1,26 +1,17 @@
 """The converter of a GGUF file of Gemma 4, which keeps what transformers' converter loses: the types and sizes of
 layers, layers without KV, inputs for each layer, experts, and the bound of logits.
-
-The file's numbers become bf16 a few rows at a time, so little memory is needed, however large the model is.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import ReaderTensor
 
 from paceline.core.errors import ModelError
-from paceline.models.convert_blocks import check_numbers
-from paceline.models.folder import BLOCKS_FILE, SINGLE_FILE
-from paceline.models.gguf_blocks import BLOCK_TYPES, WHOLE_TYPES
+from paceline.models.convert_weights import TensorSource
 from paceline.models.gguf_metadata import Metadata
-from paceline.models.safetensors_writer import TensorEntry, write_safetensors
 
 _NAMES: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
@@ -63,45 +54,23 @@ _HALVES: Mapping[str, str] = {
 _FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of full layers: 1, or a number so large that the frequency becomes 0."""
 _NO_ROTATION = 1e29
-_TABLE = "model.embed_tokens_per_layer.weight"
-_ROWS = 1024
-"""Rows that are converted at a time."""
-
-Parts = Sequence[ReaderTensor]
-"""A tensor of the file, or its halves."""
+GEMMA4_TABLES: tuple[str, ...] = ("model.embed_tokens_per_layer.weight",)
+"""Matrices whose rows are read from the safetensors, not from blocks."""
 
 
-def convert_gemma4(reader: GGUFReader, metadata: Metadata, target: Path) -> None:
-    """Write config.json, bf16 safetensors and the file's quantized blocks to `target`.
-
-    Raises:
-        ModelError: says what the file lacks, or what it has that cannot be converted.
-    """
-    found = {tensor.name: tensor for tensor in reader.tensors}
-    parts = _named(found)
-    config = _Config(metadata, found).fields()
-    (target / "config.json").write_text(json.dumps(config, indent=2))
-    write_safetensors(
-        target / SINGLE_FILE, {name: _whole(tensors) for name, tensors in parts.items()}, {"format": "pt"}
-    )
-    # Rows of the table are read from the other file.
-    types = {
-        name: tensors[0].tensor_type.name
-        for name, tensors in parts.items()
-        if _is_quantized(tensors) and name != _TABLE
-    }
-    blocks = {name: _blocks(parts[name]) for name, type_name in types.items() if type_name in BLOCK_TYPES}
-    write_safetensors(target / BLOCKS_FILE, blocks, types)
+def gemma4_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Mapping[str, Any]:
+    """Return the fields of config.json. Raises ModelError, which says what the file lacks."""
+    return _Config(metadata, tensors).fields()
 
 
-def _named(found: Mapping[str, ReaderTensor]) -> dict[str, Parts]:
-    """Return the tensors by their names in safetensors."""
+def gemma4_sources(tensors: Mapping[str, ReaderTensor]) -> dict[str, TensorSource]:
+    """Return where each tensor of the safetensors is in the file. Raises ModelError for a tensor of unknown name."""
     parts: dict[str, list[ReaderTensor]] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if name != _FACTORS:
             parts.setdefault(_own_name(name), []).append(tensor)
     # Gate comes before up in alphabetical order.
-    return {name: sorted(tensors, key=lambda tensor: tensor.name) for name, tensors in parts.items()}
+    return {name: TensorSource(sorted(named, key=lambda tensor: tensor.name)) for name, named in parts.items()}
 
 
 def _own_name(name: str) -> str:
@@ -115,47 +84,6 @@ def _own_name(name: str) -> str:
     if rest not in _NAMES:
         raise ModelError(f"it has the tensor {name}, which no Gemma 4 for text has")
     return f"{place}.{_NAMES[rest]}"
-
-
-def _is_quantized(parts: Parts) -> bool:
-    """Return whether a matrix can be kept as the file's blocks; halves must have one type for this."""
-    kinds = {part.tensor_type.name for part in parts}
-    return len(kinds) == 1 and not kinds & set(WHOLE_TYPES)
-
-
-def _shape(parts: Parts) -> tuple[int, ...]:
-    """Return the shape of a tensor whose halves follow each other in each expert's matrix."""
-    *outer, last = reversed(parts[0].shape.tolist())
-    if len(parts) > 1:
-        outer[-1] *= len(parts)
-    return (*outer, last)
-
-
-def _pieces(parts: Parts) -> Iterator[np.ndarray[Any, Any]]:
-    """Yield the numbers of a tensor as the file has them, piece by piece: [rows, ...]."""
-    if len(parts) == 1:
-        yield parts[0].data.reshape(-1, parts[0].data.shape[-1])
-        return
-    for matrices in zip(*(part.data for part in parts), strict=True):
-        yield from matrices
-
-
-def _whole(parts: Parts) -> TensorEntry:
-    def write() -> Iterator[memoryview]:
-        # Pieces of halves and their halves have one type each, in turns.
-        for index, piece in enumerate(_pieces(parts)):
-            part = parts[index % len(parts)]
-            for first in range(0, len(piece), _ROWS):
-                rows = torch.tensor(dequantize(piece[first : first + _ROWS], part.tensor_type)).bfloat16()
-                check_numbers(part.name, rows)
-                yield rows.view(torch.uint8).numpy().data
-
-    return TensorEntry("BF16", _shape(parts), write)
-
-
-def _blocks(parts: Parts) -> TensorEntry:
-    *outer, _ = _shape(parts)
-    return TensorEntry("U8", (*outer, parts[0].data.shape[-1]), lambda: (piece.data for piece in _pieces(parts)))
 
 
 class _Config:

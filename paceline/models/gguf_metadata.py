@@ -1,7 +1,6 @@
 """The metadata of a GGUF file, read by key with a type and bounds.
 
-Without a key, transformers silently takes the value of some other model. At an impossible value it fails without naming
-the key. So everything that a conversion depends on is read here first.
+So each error names a key. transformers, which makes the tokenizer, fails at an impossible value without naming the key.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -111,7 +110,7 @@ def _value(name: str, field: ReaderField) -> Any:
 
 
 def check_sizes(metadata: Metadata) -> None:
-    """Check that the sizes of a model that transformers converts are possible and fit together.
+    """Check that the sizes of a model that `convert_dense` converts are possible and fit together.
 
     Raises:
         DamagedError: a size is missing, of the wrong type or out of bounds.

@@ -7,7 +7,6 @@ import glob
 import json
 import logging
 import mmap
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +18,10 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
+from paceline.models.cache import OLD_PACKED, PACKED, UNFINISHED, mark_used
 from paceline.models.file_lock import file_lock
-from paceline.models.packed_writing import LENGTH_BYTES, UNFINISHED, Place, remove, write_packed
+from paceline.models.folder_lease import FolderLease, clear, remove_unless_leased
+from paceline.models.packed_writing import LENGTH_BYTES, Place, write_packed
 from paceline.models.quantized import Matrix, Packer
 from paceline.models.read_ahead import read_ahead
 
@@ -35,9 +36,6 @@ class Pack(Protocol):
     def __call__(self, name: str, weight: Matrix, /) -> PackedWeight: ...
 
 
-_SUFFIX = ".shards"
-_OLD_SUFFIX = ".packed"
-"""Older versions wrote one file."""
 PACKING = 1
 """Version of the packing, which is a part of the name that `packed_weights` gets. Raise it when models name, cut or
 order their matrices in another way, or a weight format reads them in another way, so that they are packed again.
@@ -69,7 +67,7 @@ def packed_weights(
     Raises:
         ModelError: the folder is damaged, or `visit` or `check` raises it.
     """
-    folder = packed_dir / f"{model}-{packer.form}{_SUFFIX}"
+    folder = packed_dir / f"{model}-{packer.form}{PACKED}"
     try:
         if not folder.is_dir():
             packed_dir.mkdir(parents=True, exist_ok=True)
@@ -77,42 +75,42 @@ def packed_weights(
                 if not folder.is_dir():
                     _remove_unused(packed_dir, model)
                     write_packed(folder, packer, visit, check)
-        _mark_used(folder)
+        lease = FolderLease(folder)
+        mark_used(folder)
     except OSError as error:
         log.warning("this worker packs weights into its own memory, because %s cannot be kept: %s", folder, error)
         return packer
-    return _PackedFolder(folder, packer)
-
-
-def _mark_used(folder: Path) -> None:
-    """Set a folder's time to now. Raise OSError if the folder was just removed."""
-    try:
-        os.utime(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        # Nobody may write here. The weights can still be shared, and nobody removes them.
+    return _PackedFolder(folder, packer, lease)
 
 
 def _remove_unused(packed_dir: Path, model: str) -> None:
     """Remove what killed processes left, and the least recently used forms, to make room for one more.
 
-    Workers that map removed files go on.
+    Forms in use stay.
     """
 
     def found(suffix: str) -> list[Path]:
         return list(packed_dir.glob(f"{glob.escape(model)}-*{suffix}"))
 
-    forms = sorted(found(_SUFFIX) + found(_OLD_SUFFIX), key=lambda form: form.stat().st_mtime, reverse=True)
-    for form in found(UNFINISHED) + forms[_MOST_FORMS - 1 :]:
-        remove(form)
+    for left in found(UNFINISHED):
+        clear(left)
+    forms = sorted(found(PACKED) + found(OLD_PACKED), key=lambda form: form.stat().st_mtime, reverse=True)
+    for form in forms[_MOST_FORMS - 1 :]:
+        remove_unless_leased(form, form)
 
 
-def _map(file: Path) -> Tensor:
+class _LeasedMap(mmap.mmap):
+    """A mapped file of a folder that stays in use until the last tensor of the map is gone."""
+
+    lease: FolderLease
+
+
+def _map(file: Path, lease: FolderLease) -> Tensor:
     """Map a file as uint8 [size], to read only. Processes share the file's pages."""
     with file.open("rb") as source:
         # The system refuses a private map that is larger than its memory, because all of it could be written.
-        mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = _LeasedMap(source.fileno(), 0, access=mmap.ACCESS_READ)
+    mapped.lease = lease
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without large pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -126,12 +124,12 @@ class _PackedFolder:
 
     needs_content = False
 
-    def __init__(self, folder: Path, packer: Packer) -> None:
+    def __init__(self, folder: Path, packer: Packer, lease: FolderLease) -> None:
         self._folder = folder
         self._packer = packer
         self._places: dict[str, tuple[Tensor, Place]] = {}
         try:
-            files = [_map(file) for file in folder.iterdir()]
+            files = [_map(file, lease) for file in folder.iterdir()]
             for file in files:
                 self._places |= {name: (file, place) for name, place in _read_index(file).items()}
         except (OSError, RuntimeError, ValueError) as error:

@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor
 
 from paceline.kernels.packed_weight import PackedWeight
+from paceline.models.cache import UNFINISHED
 from paceline.models.durable import rename_durably
+from paceline.models.folder_lease import clear
 from paceline.models.quantized import Matrix, Packer
 
 LENGTH_BYTES = 8
@@ -31,8 +32,6 @@ Place = tuple[int, int, int | None]
 """Begin and end of a matrix in its file, in bytes, and its `PackedWeight.format`."""
 
 _ALIGNMENT = 64
-UNFINISHED = ".tmp"
-"""Suffix of folders that are being written or removed."""
 
 _MOST_THREADS = 8
 _MOST_WITH_TORCH = 2
@@ -73,16 +72,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
         yield scratch
         rename_durably(scratch, folder)
     finally:
-        remove(scratch)
-
-
-def remove(path: Path) -> None:
-    """Remove a folder, or a file as older versions wrote it, if it exists. It loses its name at once."""
-    if path.is_dir():
-        unfinished = path.with_suffix(UNFINISHED)
-        shutil.rmtree(path.rename(unfinished) if path != unfinished else path)
-    else:
-        path.unlink(missing_ok=True)
+        clear(scratch)
 
 
 class Writing:

@@ -31,11 +31,14 @@ class TensorEntry:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def write_safetensors(file: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> None:
+def write_safetensors(
+    file: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], watch: Callable[[int], None]
+) -> None:
     """Write tensors one after another.
 
     Args:
         metadata: strings for the file's header.
+        watch: gets the bytes of each piece after it was written.
 
     Raises:
         ValueError: the pieces of a tensor have more or fewer bytes than its shape says.
@@ -50,6 +53,9 @@ def write_safetensors(file: Path, entries: Mapping[str, TensorEntry], metadata: 
     with file.open("wb") as output:
         output.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for name, entry in entries.items():
-            written = sum(output.write(piece) for piece in entry.pieces())
+            written = 0
+            for piece in entry.pieces():
+                written += output.write(piece)
+                watch(piece.nbytes)
             if written != entry.nbytes:
                 raise ValueError(f"{name} has {written} bytes, and its shape {entry.shape} takes {entry.nbytes}")

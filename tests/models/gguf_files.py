@@ -93,10 +93,11 @@ def _add_weights(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_rope_freq_base(rope["rope_theta"])
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     writer.add_rope_dimension_count(head_dim)
-    if config.model_type in ("qwen3", "qwen3_moe"):
+    if config.model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
         writer.add_key_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
     names = {
@@ -113,6 +114,12 @@ def _add_weights(
         "mlp.down_proj": "ffn_down",
     }
     state = reference.state_dict()
+    if config.model_type == "gemma3_text":
+        writer.add_sliding_window(config.sliding_window)
+        names["post_attention_layernorm"] = "post_attention_norm"
+        names["pre_feedforward_layernorm"] = "ffn_norm"
+        names["post_feedforward_layernorm"] = "post_ffw_norm"
+        state = {name: weight + 1 if name.endswith("norm.weight") else weight for name, weight in state.items()}
     if config.model_type == "qwen3_moe":
         names["mlp.gate"] = "ffn_gate_inp"
         writer.add_expert_count(config.num_experts)

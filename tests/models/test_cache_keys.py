@@ -12,6 +12,7 @@ import pytest
 from paceline.models import assets
 from paceline.models.assets import resolve_model
 from paceline.models.content import FileState
+from paceline.models.conversion import Report
 
 TOKENIZER = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 OTHERS = ("generation_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modeling.py")
@@ -22,7 +23,7 @@ def converted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources that were converted. A stand-in for the converter writes a folder that can be served."""
     sources: list[str] = []
 
-    def convert(module: str, source: str, scratch: Path, name: str) -> None:
+    def convert(module: str, source: str, scratch: Path, name: str, report: Report) -> None:
         sources.append(name)
         (scratch / "model").mkdir()
         for made in ("config.json", "tokenizer.json", "model.safetensors"):

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelError
+from paceline.models import convert
 from paceline.models.assets import BUNDLED, resolve_model, write_sampling_defaults
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
@@ -105,6 +106,7 @@ class TestConversion:
             folder, other = pool.map(lambda _: resolve_model(str(source), cache, said.append), range(2))
         assert folder == other
         assert sum(sentence.startswith("converting") for sentence in said) == 1
+        assert [sentence for sentence in said if sentence.startswith("\r")][-1].startswith(f"\r[{'#' * 24}] 100% of ")
         said.clear()
         assert resolve_model(str(source), cache, said.append) == folder
         assert said == []
@@ -152,6 +154,25 @@ class TestConversion:
         for text in ("e\u0301 = \u00e9", "\n\n12  3\t\n x", "It'll  be\r\n  1234 "):
             assert tokenizer.encode(text).ids == theirs.backend_tokenizer.encode(text).ids
         assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
+
+    def test_a_gemma_3_is_converted_with_its_norms_and_layers(
+        self, tmp_path: Path, save_gemma3: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reference = save_gemma3(vocab_size=261, head_dim=256, query_pre_attn_scalar=256, num_hidden_layers=7)
+        source = write_gguf(tmp_path / "tiny.gguf", reference, "gemma3", without="output.weight")
+        # A byte-level vocabulary, which no Gemma has.
+        monkeypatch.setattr(convert, "_write_tokenizer", lambda *_: None)
+        convert_gguf(source, tmp_path / "converted")
+        assert json.loads((tmp_path / "converted" / "config.json").read_text())["layer_types"] == [
+            *["sliding_attention"] * 5,
+            "full_attention",
+            "sliding_attention",
+        ]
+        converted, expected = load_file(tmp_path / "converted" / "model.safetensors"), reference.state_dict()
+        assert converted.keys() == expected.keys() - {"lm_head.weight"}
+        for name, tensor in converted.items():
+            exact = (expected[name] + 1) - 1 if name.endswith("norm.weight") else expected[name]
+            assert torch.equal(tensor, exact.bfloat16())
 
     def test_a_file_is_read_once(self, tmp_path: Path, save_qwen3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         source = write_gguf(tmp_path / "tiny.gguf", save_qwen3(vocab_size=261, head_dim=128), "qwen3", "qwen2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,7 +145,7 @@ def test_a_file_of_an_older_version_counts_as_a_form(tmp_path: Path, save_llama:
     packed = tmp_path / "packed"
     load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     (folder,) = packed_folders(packed)
-    packed_writing.remove(folder)
+    shutil.rmtree(folder)
     for number in range(2):  # the later one is kept
         old = folder.with_name(f"{folder.stem}-{number}.packed")
         old.write_bytes(b"packed by an older version")
@@ -162,19 +163,6 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path, save_llama: Any, 
     folder.rename((folder if left == "own" else folder.with_name(f"{folder.stem}-other.shards")).with_suffix(".tmp"))
     load_model(tmp_path, torch.float32, Counting(), CPU, packed)
     assert [path for path in packed.iterdir() if path.is_dir()] == [folder]
-
-
-def test_a_folder_loses_its_name_before_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "model.shards"
-    folder.mkdir()
-
-    def be_killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(packed_writing.shutil, "rmtree", be_killed)
-    with pytest.raises(KeyboardInterrupt):
-        packed_writing.remove(folder)
-    assert not folder.exists()
 
 
 def test_large_matrices_do_not_wait_in_memory_together(

@@ -4,7 +4,7 @@ from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.kvtransfer import KVTransferConfig
 from paceline.core.config.models import model_configs, own_options
 from paceline.core.config.planner import PlannerConfig, PlatformName
-from paceline.core.config.serve import PREPARE_OPTIONS, ServeConfig
+from paceline.core.config.serve import CACHE_OPTIONS, PREPARE_OPTIONS, ServeConfig
 from paceline.core.config.service import (
     GIB,
     KV_TOKENS,
@@ -26,6 +26,7 @@ from paceline.core.config.service import (
 from paceline.core.config.worker import WorkerConfig
 
 __all__ = [
+    "CACHE_OPTIONS",
     "GIB",
     "KV_TOKENS",
     "PREPARE_OPTIONS",

@@ -59,7 +59,15 @@ class ServeConfig(PlannerOptions):
     max_logprobs: int = same_option(GatewayConfig, "max_logprobs", group="model")
     return_tokens_as_token_ids: bool = same_option(GatewayConfig, "return_tokens_as_token_ids")
     enable_force_include_usage: bool = same_option(GatewayConfig, "enable_force_include_usage")
-    cache_dir: str = option(str(env.default_cache_dir()), "folder that keeps converted models", "model")
+    cache_dir: str = option(
+        str(env.default_cache_dir()), "folder that keeps converted models and packed weights", "model"
+    )
+    cache_size: AutoSize = option(
+        "auto",
+        "disk space for converted models and packed weights, e.g. 50GiB; the least recently used ones are removed when "
+        "a stack is ready, but none in use. auto: half of the disk's free space and what they take together",
+        "model",
+    )
     prefill: int = option(1, "prefill workers; with 0, decode workers compute all prompts", "fleet", at_least=0)
     decode: int = option(1, "decode workers; 0 only with --planner", "fleet", at_least=0)
     encode: int = option(
@@ -153,3 +161,5 @@ class ServeConfig(PlannerOptions):
 
 PREPARE_OPTIONS = ("revision", "cache_dir", "quantization", "model_impl", "trust_remote_code")
 """Options of `serve` that its command `prepare` also has."""
+CACHE_OPTIONS = ("cache_dir", "cache_size")
+"""Options of `serve` that the command `cache` also has."""

@@ -11,6 +11,7 @@ from paceline.core.config import ServeConfig
 from paceline.core.machine import available_memory
 from paceline.core.speculative import parse_speculative_config, with_draft_folder
 from paceline.models.draft import is_draft_name
+from paceline.models.folder_lease import FolderLease, lease_model
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.secret import read_secret
 from paceline.services.serve import checks
@@ -56,6 +57,8 @@ class ModelStack:
         self._planner: ManagedProcess | None = None
         self._workers: WorkerFleet | None = None
         self._scaling: ScalingSocket | None = None
+        self._leases: list[FolderLease] = []
+        """Leases of the folders of the models, which a worker that starts again reads again."""
 
     async def prepare(self) -> None:
         """Fetch or convert the model. The options then have the folder of the draft model, too."""
@@ -66,9 +69,11 @@ class ModelStack:
             draft = {"model": speculative.model, "revision": speculative.revision, "quantization": "none"}
             name = f"{self._label}prepare (draft model)"
             folder = await self._processes.prepare(name, config.model_copy(update=draft))
+            self._leases.append(lease_model(folder))
             text = with_draft_folder(config.speculative_config, folder)
             self.config = config.model_copy(update={"speculative_config": text})
         self.folder = await self._processes.prepare(f"{self._label}prepare", config)
+        self._leases.append(lease_model(self.folder))
         checks.check_model(self.config, self.folder)
 
     async def start(self, redis: str, secret: Path) -> None:
@@ -119,6 +124,8 @@ class ModelStack:
         if self._workers is not None:
             await self._workers.stop(self._processes.grace, self._processes.hurry)
         await self._processes.stop(self._kvtransfer)
+        for lease in self._leases:
+            lease.close()
 
     @property
     def _options(self) -> str:

@@ -38,7 +38,7 @@ _GATEWAY = (
 """Options of `serve` that only the gateway has, and that apply to all models."""
 _MODEL = tuple(name for name in own_options(GatewayConfig) if name in ServeConfig.model_fields and name != "model")
 """Options of `serve` that the gateway has for each model."""
-_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "revision", "models_file")
+_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "cache_size", "revision", "models_file")
 """Options of `serve` that no service of a fleet has."""
 _SERVICE = ("log_level", "log_format", "drain_seconds")
 """Options of `serve` that each service has."""
@@ -57,7 +57,7 @@ def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
     left_out = (*_GATEWAY, *_MODEL, *_SERVE, "served_model_name")
     options = {name: value for name, value in config.model_dump().items() if name not in left_out}
     options |= {"model": str(model), "redis": redis, "cluster": cluster, "auth_token_file": str(secret)}
-    options["packed_dir"] = str(_cache(config) / "packed")
+    options["packed_dir"] = str(cache_folder(config) / "packed")
     # The planner reads the objectives of the classes.
     planner = {"classes_file": config.classes_file}
     return f"{_lines(options)}\n[kvtransfer]\nport = 0\n\n[planner]\n{_lines(planner)}"
@@ -66,7 +66,7 @@ def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
 def gateway_settings(config: ServeConfig, models: Path, redis: str, secret: Path) -> str:
     """Return the text of the gateway's file. `models` is the file with its models, see `models_file`."""
     options = {name: getattr(config, name) for name in (*_GATEWAY, *_SERVICE)}
-    options["store"] = config.store or str(_cache(config) / "store.db")
+    options["store"] = config.store or str(cache_folder(config) / "store.db")
     options |= {"models_file": str(models), "redis": redis, "auth_token_file": str(secret)}
     return _lines(options)
 
@@ -97,7 +97,8 @@ def served_name(config: ServeConfig) -> str:
     return hub.repository if hub and not hub.gguf else Path(os.path.abspath(config.model)).name.removesuffix(".gguf")
 
 
-def _cache(config: ServeConfig) -> Path:
+def cache_folder(config: ServeConfig) -> Path:
+    """Return the folder that keeps what this stack makes."""
     return Path(config.cache_dir).expanduser().absolute()
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import KVTransferConfig, ServeConfig, model_configs
+from paceline.core.errors import ModelError
 from paceline.core.machine import available_memory
+from paceline.models.cache import keep_within, removal_text
 from paceline.services.common.secret import make_secret, read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets
@@ -22,7 +24,7 @@ from paceline.services.serve.output import say, warn
 from paceline.services.serve.private_folder import private_folder
 from paceline.services.serve.processes import REDIS_SECONDS, Processes
 from paceline.services.serve.redis_server import wait_for_redis
-from paceline.services.serve.settings import gateway_settings, models_file, served_name
+from paceline.services.serve.settings import cache_folder, gateway_settings, models_file, served_name
 
 
 class Supervisor:
@@ -83,17 +85,18 @@ class Supervisor:
     async def _serve(self, folder: Path) -> None:
         """Start the stack and wait for a signal. Raises the error of a process that cannot be kept running."""
         start, broken = asyncio.create_task(self._start(folder)), asyncio.create_task(self._broken.get())
-        stop = asyncio.create_task(self._stop.wait())
+        stop, tidying = asyncio.create_task(self._stop.wait()), None
         try:
             await asyncio.wait({start, broken, stop}, return_when=asyncio.FIRST_COMPLETED)
             if start.done() and not stop.done():
                 start.result()
                 self._processes.stack_serves = True
+                tidying = asyncio.create_task(asyncio.to_thread(_bound_caches, self._models))
                 await asyncio.wait({broken, stop}, return_when=asyncio.FIRST_COMPLETED)
             if broken.done() and not stop.done():
                 raise broken.result()
         finally:
-            await end_tasks(start, broken, stop, *self._lost.values())
+            await end_tasks(start, broken, stop, *self._lost.values(), *([tidying] if tidying else []))
             await self._processes.end_supervisions()
             await end_tasks(*(task for stack in self._stacks for task in stack.worker_tasks()))
 
@@ -160,6 +163,16 @@ class Supervisor:
             folder = Path(KVTransferConfig().arena_dir)
             remove_stale_arenas(folder)
             remove_stale_sockets(folder)
+
+
+def _bound_caches(configs: Sequence[ServeConfig]) -> None:
+    """Remove the least recently used files that Paceline has made, if they take more than --cache-size."""
+    for folder, size in dict.fromkeys((cache_folder(config), config.cache_size) for config in configs):
+        try:
+            if removed := keep_within(folder, size):
+                say(f"Removed {removal_text(removed)} from {folder}, because of --cache-size {size}.")
+        except ModelError as error:
+            warn(f"{error}; the stack goes on")
 
 
 async def _all(*parts: Coroutine[Any, Any, Any]) -> None:

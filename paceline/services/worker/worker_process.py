@@ -24,6 +24,7 @@ from paceline.core.metrics import Sample
 from paceline.core.model_folder import read_model_files
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
+from paceline.models.folder_lease import lease_model
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import (
@@ -110,6 +111,7 @@ class WorkerProcess(Generic[W]):
         self._role = WorkerRole(role, config.drain_seconds, self._tell_role_change)
         credentials = read_credentials(config)
         self._files = read_model_files(folder)
+        self._lease = lease_model(folder)
         self._worker: W | None = None
         self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
         self._startup_seconds = 0.0
