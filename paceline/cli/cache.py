@@ -32,10 +32,13 @@ def show_cache(config: ServeConfig) -> None:
 
 
 def prune_cache(config: ServeConfig, everything: bool, older_than: float | None) -> None:
-    """Remove what is not in use: everything, what was not used for some days, or what is over --cache-size.
+    """Remove entries that are not in use from the cache folder, and print what was removed.
+
+    Without `everything` and `older_than`, remove the least recently used ones until the rest fits --cache-size.
 
     Args:
-        older_than: days; None if the user did not give any.
+        everything: whether to remove all entries.
+        older_than: remove entries that were last used more than this many days ago; None if the user set no age.
 
     Raises:
         ConfigError: the options exclude each other.

@@ -42,7 +42,8 @@ optional properties; with it, a mask ends after some tenths of a second at the l
 """
 
 _MAX_RULES = 1_500
-"""Most rules of a client's grammar. The library compiles nested rules recursively, and its stack is limited."""
+"""Largest number of rules of a client's grammar. The library compiles nested rules recursively, and its stack is
+limited."""
 
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """An option against an endless loop. By default the library follows a grammar while only one token is possible. In

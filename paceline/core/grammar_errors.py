@@ -14,7 +14,7 @@ TOO_SLOW = (
 """A message of our own, for masks that take too much time; see `engine.constraint`."""
 
 MAX_DEPTH = 120
-"""Most levels of objects and lists in a schema. The library's parser of JSON stops at 128."""
+"""Largest number of levels of objects and lists in a schema. The library's parser of JSON stops at 128."""
 
 TOO_DEEP = f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep"
 

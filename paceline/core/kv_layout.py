@@ -47,10 +47,11 @@ STATE_WINDOW = 2
 """Window of a state group in tokens: the token itself and the one before, whose state includes all earlier tokens."""
 
 _MOST_TOKENS = 256
-"""Most tokens of a block. Prefixes are reused in whole blocks, so larger ones would reuse too little."""
+"""Largest number of tokens of a block. Prefixes are reused in whole blocks, so larger ones would reuse too little."""
 
 MOST_STATE_TOKENS = 512
-"""Most tokens of a block if the model has states. A state has the same size however few tokens its block has."""
+"""Largest number of tokens of a block if the model has states. A state has the same size however few tokens its block
+has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> float:
-        """Average bytes of slots for one more token of a context, if no blocks before a window are dropped."""
+        """Mean bytes of slots that one more token of a context takes, if no blocks before a window are dropped."""
         return sum(self.slot_bytes / group.block_tokens for group in self.groups)
 
     def slots_for(self, tokens: int) -> int:

@@ -40,9 +40,9 @@ part of the passing time by which its budget grows again.
 """
 
 _CACHED_GRAMMARS, _CACHED_CHARACTERS = 64, 4 << 20
-"""Most grammars that are kept although no request uses them, and the most characters of their texts together. They are
-kept because clients send the same schema again and again. A compiled grammar takes up to 80 bytes for each character.
-"""
+"""Largest number of grammars that are kept although no request uses them, and of characters of their texts together.
+They are kept because clients send the same schema again and again. A compiled grammar takes up to 80 bytes for each
+character."""
 
 
 class GrammarError(Exception):

@@ -38,7 +38,7 @@ RECENT_STEPS = 8
 whole steps. After a recent arrival, a prompt like it will probably come soon."""
 
 _REMEMBERED = 32
-"""Most arrivals that are remembered, without those of the background."""
+"""Largest number of arrivals that are remembered, without those of the background."""
 
 LONG_SECONDS = 0.02
 """Time of a step from which on the step after it is not planned before it ends. Planning takes about a millisecond, and

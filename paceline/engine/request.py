@@ -20,21 +20,21 @@ class Residence(Enum):
     """The place of a request in the engine. `Residents` moves it; `residents.TRANSITIONS` has the possible moves."""
 
     WAITING = "waiting"
-    """It has no blocks in the pool."""
+    """The request has no blocks in the pool."""
     LOADING = "loading"
-    """Its blocks are being copied into the pool."""
+    """The request's blocks are being copied into the pool."""
     RUNNING = "running"
-    """Its blocks are in the pool, so steps may include it."""
+    """The request's blocks are in the pool, so steps may include the request."""
     SWAPPING_OUT = "swapping out"
-    """It leaves the pool until there is room again. Steps in flight or copies still use its blocks."""
+    """The request leaves the pool until there is room again. Steps in flight or copies still use its blocks."""
     PREEMPTED = "preempted"
-    """It leaves the engine to make room. The results of its steps in flight still count."""
+    """The request leaves the engine to make room. The results of its steps in flight still count."""
     ENDED = "ended"
-    """It leaves because the engine is done with it. The results of its steps in flight are dropped."""
+    """The request leaves because the engine is done with it. The results of its steps in flight are dropped."""
     REMOVED = "removed"
-    """It leaves because the service dropped it. The results of its steps in flight are dropped."""
+    """The request leaves because the service dropped it. The results of its steps in flight are dropped."""
     GONE = "gone"
-    """Nothing uses its blocks any more, and the engine does not know it."""
+    """Nothing uses the request's blocks any more, and the engine does not know the request."""
 
 
 LEAVING = frozenset((Residence.PREEMPTED, Residence.ENDED, Residence.REMOVED))
@@ -150,7 +150,7 @@ class Request:
 
     @property
     def most_len(self) -> int:
-        """Most tokens of the context after all launched steps."""
+        """Largest number of tokens of the context after all launched steps."""
         return len(self.token_ids) + sum(self.launched)
 
     @property

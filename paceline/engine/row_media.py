@@ -1,10 +1,10 @@
 """Spans of media in the rows of the device's state. A step reads their encodings in place of the tokens' embeddings.
 
 Positions may have three dimensions (M-RoPE, https://arxiv.org/abs/2409.12191). A token of text has three equal
-positions. The positions of a placeholder token of an image or a frame are its place in the grid: the first token of the
-grid has the position that a token of text would have there, and frames, rows and columns count up from it. The token
-after the grid follows the largest position in it. So positions follow from the spans alone. The position of a token of
-text is its index plus a number that changes at each grid.
+positions. A placeholder token of an image or a frame has the number of its frame, of its row and of its column, each
+counted from the position that a token of text would have at the start of the grid. The token after the grid gets the
+largest position in the grid plus one. So positions can be computed from the spans alone: the position of a text token
+is its index plus a number that changes only after a grid.
 """
 
 from __future__ import annotations

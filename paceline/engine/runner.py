@@ -26,7 +26,8 @@ from paceline.kernels.interface import ForwardInputs, Logits, Taps
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
-"""Most rows of prompt logits that are computed together. For a long prompt, all logits would not fit into memory."""
+"""Largest number of rows of prompt logits that are computed together. For a long prompt, all logits would not fit into
+memory."""
 
 
 class ModelRunner:

@@ -97,14 +97,14 @@ class SchedulerStats:
     stored_blocks: int = 0
     """Blocks copied from the device's pool into the arena."""
     swap_ins: Histogram = field(default_factory=lambda: Histogram("swap_in", SWAP_INS, (1, 2, 5, 10, 20, 50, 100)))
-    """Seconds from the reservation of slots in the pool until the blocks were there."""
+    """Seconds from the reservation of slots in the pool until the blocks were copied into them."""
     iteration_tokens: CountHistogram = field(default_factory=lambda: CountHistogram(ITERATION_TOKENS, ITERATION_BOUNDS))
     prefill_tokens_per_second: float = 0.0
     """Speed at which large chunks of prompts were computed recently; 0 before the first one."""
     prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
-    """Time of the model in steps, counted once for each chunk of a prompt in the step."""
+    """Seconds that the model took in steps with chunks of prompts. A step with n such chunks counts n times."""
     prefill_other_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="other")
-    """Time of steps outside of the model (inputs, sampling, drafts), counted in the same way."""
+    """Seconds that these steps took outside of the model (inputs, sampling, drafts), counted in the same way."""
     decode_model_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="model")
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0

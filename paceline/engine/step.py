@@ -69,7 +69,7 @@ class RowAssigned:
     sampling: SamplingParams
     """Includes the constraint, from which the runner makes masks."""
     limit: int
-    """Most tokens that the context may have."""
+    """Largest number of tokens that the context may have."""
     tables: list[list[int]]
     """[groups][blocks]: slots of the pool."""
     capacity: int

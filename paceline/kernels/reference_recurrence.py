@@ -113,7 +113,7 @@ class Span:
     final: int
     """Number of tokens of the context that no later step takes back."""
     read_slot: int | None
-    """Slot of the block of the token before the first; None at the beginning of the context."""
+    """Slot of the block with the token before this span; None if the span begins the context."""
     pieces: tuple[Piece, ...]
 
     @property

@@ -59,7 +59,7 @@ def lease_model(folder: Path) -> FolderLease:
 
 
 def is_leased(folder: Path) -> bool:
-    """Return whether a process has a lease of this folder, or that cannot be known. Raises OSError if there is none."""
+    """Return whether a process may have a lease of this folder. Raises OSError if the folder cannot be opened."""
     with _sole_use(folder) as is_sole:
         return not is_sole
 

@@ -37,9 +37,8 @@ _MOST_THREADS = 8
 _MOST_WITH_TORCH = 2
 _WAITING_PER_THREAD = 2
 _MOST_UNWRITTEN = 2 << 30
-"""Most bytes of matrices that wait to be packed or are being packed, counted in bf16. They use memory if they are not
-part of a mapped file, for example because the checkpoint has another dtype.
-"""
+"""Largest number of bytes of matrices that wait to be packed or are being packed, counted in bf16. They use memory if
+they are not part of a mapped file, for example because the checkpoint has another dtype."""
 _KEPT_BYTES = 64 << 20
 """A buffer of at most this many bytes is kept for the next matrix."""
 _PIECE = 8 << 20

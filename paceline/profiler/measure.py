@@ -32,7 +32,7 @@ REPEATS = 6
 LONGEST_PROMPT = 4096
 """Longest prompt of a profile, in tokens."""
 MOST_TOGETHER = 64
-"""Most requests at the same time."""
+"""Largest number of requests at the same time."""
 ANSWER_TOKENS = 48
 SLOW_SECONDS = 20.0
 """If the requests of one size take longer than this, in seconds, larger sizes are left out."""

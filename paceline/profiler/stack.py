@@ -47,7 +47,8 @@ class Facts:
     workers: dict[str, int]
     """Ready workers by role."""
     max_seqs: int
-    """Most sequences that a decode worker runs at the same time: the smallest number over all decode workers."""
+    """Largest number of sequences that a decode worker runs at the same time: the smallest number over all decode
+    workers."""
     max_batched_tokens: int
     takes_turns: bool
     itl_target_seconds: float

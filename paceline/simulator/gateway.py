@@ -44,7 +44,7 @@ class GatewayOptions:
     local_prefill_tokens: int = 32
     classes: Classes = dataclasses.field(default_factory=lambda: NO_CLASSES)
     retries: int = 0
-    """Most times that a refused client comes back, each at the time that it was told."""
+    """Largest number of times that a refused client comes back, each at the time that it was told."""
 
 
 class SimulatedGateway:

@@ -1,4 +1,4 @@
-"""The real planner in a simulated fleet: it reads reports about this fleet, and its actions take their time."""
+"""The real planner in a simulated fleet: it reads reports about this fleet, which carries out its actions."""
 
 from __future__ import annotations
 

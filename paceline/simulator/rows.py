@@ -24,9 +24,9 @@ class SimulatedRow:
     number: int
     joined_step: int
     joined_len: int
-    """Tokens of the context when it joined, the newest one included."""
+    """Tokens of the context when the row joined the worker's rows, the newest token included."""
     joined_done: int
-    """Tokens of the answer when the row joined."""
+    """Tokens of the answer that were generated before the row joined."""
     end_step: int
     grow_step: int
     is_here: bool = True

@@ -10,7 +10,7 @@ from paceline.simulator.result import Result
 from paceline.simulator.scenario import Scenario
 
 MOST_WORKERS = 4096
-"""Most workers of one role that are tried."""
+"""Largest number of workers of one role that are tried."""
 FASTER = 0.02
 """Least relative gain in speed from more workers. With a smaller gain, further workers would not help."""
 

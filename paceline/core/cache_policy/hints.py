@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MOST_HINTS = 8
-"""Most hints about one context."""
+"""Largest number of hints about one context."""
 
 MOST_SOURCE_BYTES = 16
 """Longest name of a source."""

@@ -19,7 +19,7 @@ _PRIOR = 16.0
 _WEIGHT = 4096.0
 """When the counts of a source reach this sum, they are halved, so that newer hints weigh more."""
 _SOURCES = 1024
-"""Most sources to remember. The one that has been silent longest is forgotten first, and counts as new."""
+"""Largest number of sources to remember. The one that has been silent longest is forgotten first, and counts as new."""
 
 REMEMBERED = 1 << 16
 """Least number of block uses to remember. A small cache must also learn how long blocks wait that it cannot keep."""

@@ -17,9 +17,8 @@ from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Re
 from paceline.core.json_grammar.strings import Quoting
 
 _MOST_SPELLED = 2_000
-"""Most characters of given texts that are written with all their spellings. Each takes up to 30 characters in the
-grammar.
-"""
+"""Largest number of characters of given texts that are written with all their spellings. Each takes up to 30 characters
+in the grammar."""
 
 
 @dataclass

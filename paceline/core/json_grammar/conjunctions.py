@@ -60,16 +60,17 @@ _ASSERTIONS = frozenset(
 ) | {EXCLUDED, EXCLUDED_TYPES}
 
 _MAX_STEPS = 200_000
-"""Most steps of work for one schema, each of some microseconds."""
+"""Largest number of steps of work for one schema, each of some microseconds."""
 _MATCHER_STEPS, _MATCHER_CHARACTERS = 300, 25
 """Steps to compile a pattern, and its characters for each further step."""
 _MATCH_STEPS, _MATCH_CHARACTERS = 20, 8
 """Steps to compare a text with a pattern, and the text's characters for each further step."""
 _MAX_WAYS = 1_000
 _MOST_MISSED = 50
-"""Most places of one keyword that are listed as not enforced."""
+"""Largest number of places of one keyword that are listed as not enforced."""
 _MOST_NESTED = 8
-"""Most references and unions between an alternative and its own properties that are followed for a discriminator."""
+"""Largest number of references and unions between an alternative and its own properties that are followed for a
+discriminator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urljoin
 from paceline.core.errors import ConstraintError
 
 _PATH_CHARACTERS = 300
-"""Most characters of a path. Each message and each listed keyword has one, and names may be long."""
+"""Largest number of characters of a path. Each message and each listed keyword has one, and names may be long."""
 
 
 class SchemaDocument:

@@ -18,11 +18,11 @@ from paceline.core.json_grammar.scalars import add_texts
 from paceline.core.json_grammar.strings import Quoting
 
 _MAX_COUNTED = 200
-"""Most properties of an object whose members are counted, for `minProperties` and `maxProperties`."""
+"""Largest number of properties of an object whose members are counted, for `minProperties` and `maxProperties`."""
 _MAX_COUNT = 50
 """Largest limit on the number of properties that is enforced by counting."""
 _OVERLAPPING = 3
-"""Most patterns for names that may overlap: each set of them is a case of its own."""
+"""Largest number of patterns for names that may overlap: each set of them is a case of its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,10 @@ from paceline.core.grammar_errors import explain
 from paceline.core.json_grammar.strings import CHARACTER_RULE
 
 _MAX_DEPTH = 1_000
-"""Most levels of nested rules. The library compiles them recursively, and its stack is limited."""
+"""Largest number of levels of nested rules. The library compiles them recursively, and its stack is limited."""
 _MAX_CHARACTERS = 2_000_000
-"""Most characters of all terminals together. All kept grammars are in memory, and texts grow by escapes."""
+"""Largest number of characters of all terminals together. All kept grammars are in memory, and texts grow by
+escapes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ class Objectives:
     roles: Mapping[Role, RoleLimits] = field(default_factory=dict)
     """Limits of each role. A role without an entry has no workers."""
     budget: int | None = None
-    """Most devices that all workers take together, draining ones included; None is no limit."""
+    """Largest number of devices that all workers take together, draining ones included; None is no limit."""
     advisory: bool = False
     """Whether decisions are only shown, and nobody carries them out."""
     flips: bool = True

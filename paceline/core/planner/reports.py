@@ -49,7 +49,7 @@ class WorkerReport:
     queued_tokens: int = 0
     """Prompt tokens that the worker has accepted and not computed yet."""
     max_seqs: int = 1
-    """Most requests that the worker runs at the same time."""
+    """Largest number of requests that the worker runs at the same time."""
     kv_pressure: float = 0.0
     """Share of the worker's KV memory that running requests use, from 0 to 1."""
     kv_tokens: int = 0

@@ -19,7 +19,8 @@ _ROWS = 64
 """Rows of each tile. Another number could mean another matrix instruction, which adds in another order. In decode most
 rows are empty. They cost little, because the bandwidth of the KV cache is the limit there."""
 _ROW_ELEMENTS = 16384
-"""Most elements of the sums of a tile's rows. There are two such sums, in fp32, and both fit in registers."""
+"""Largest number of elements of the sums of a tile's rows. There are two such sums, in fp32, and both fit in
+registers."""
 SPLIT = 256
 """Keys of a split. It does not depend on the size of the batch, so neither do the bits of a row."""
 _TILE_BYTES = 16384
@@ -60,9 +61,9 @@ class AttentionPlan:
     rows: int
     """Rows of all tiles in `apart`."""
     most_rows: int
-    """Most rows of one tile in `apart`."""
+    """Largest number of rows of one tile in `apart`."""
     splits: int
-    """Most splits of one request in `apart`."""
+    """Largest number of splits of one request in `apart`."""
 
 
 def tile_rows(head_dim: int) -> int:

@@ -22,9 +22,9 @@ from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 
 _MAX_QUERIES = 16
-"""Most tokens of one request in a recorded step: one token and its drafts."""
+"""Largest number of tokens of one request in a recorded step: one token and its drafts."""
 _MAX_TOKENS = 512
-"""Most tokens of a recorded step. A larger step is limited by the device, not by its launches."""
+"""Largest number of tokens of a recorded step. A larger step is limited by the device, not by its launches."""
 _MAX_GRAPHS = 64
 
 

@@ -16,11 +16,12 @@ from paceline.kernels.encoding import Between, Tower
 from paceline.kernels.triton_kernels.graphs import Record, Recording
 
 MAX_ROWS = 16_384
-"""Most rows of a recorded tower. With more, launches take a small part of the time."""
+"""Largest number of rows of a recorded tower. With more, launches take a small part of the time."""
 MAX_GRAPHS = 32
-"""Most shapes of inputs that a tower remembers, whether they were recorded or came only once."""
+"""Largest number of shapes of inputs that a tower remembers, whether they were recorded or came only once."""
 MAX_KEPT_ROWS = 81_920
-"""Most rows of all recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520 patches."""
+"""Largest number of rows of all recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520
+patches."""
 
 
 class TowerGraphs:

@@ -10,10 +10,11 @@ from torch import Tensor
 from paceline.kernels.encoding import Between
 
 PIECE_ROWS = 256
-"""Most rows of a piece on a CPU. The products of matrices with more rows would take longer than a step of decode, which
-runs on the same cores."""
+"""Largest number of rows of a piece on a CPU. The products of matrices with more rows would take longer than a step of
+decode, which runs on the same cores."""
 PIECE_PAIRS = 1 << 20
-"""Most pairs of a query and a key in a piece. It makes a difference for images of more than 4,096 patches."""
+"""Largest number of pairs of a query and a key in a piece. It makes a difference for images of more than 4,096
+patches."""
 _LEAST_ROWS = 16
 
 

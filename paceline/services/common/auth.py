@@ -24,7 +24,9 @@ from paceline.services.common.secret import Secret
 CLOCK_SECONDS = 30.0
 """Time by which the clocks of two hosts of a cluster may differ, in seconds."""
 HOST_SERVICE = "kvtransfer"
-"""Target of calls to the address of --kvtransfer-address, which may be a name that kvtransfer itself does not know."""
+"""Target of a worker's calls to kvtransfer, in place of its address: kvtransfer may not know the host name in the
+worker's --kvtransfer-address.
+"""
 ANY_SERVICE = "*"
 """Target of health checks from the command line. A proof for this target is valid for health checks alone."""
 REFUSAL = (

@@ -36,7 +36,8 @@ _SCAN_SECONDS = 5.0
 """Time between two searches for members of earlier releases, if none is known."""
 _ANSWER_SECONDS = 1.0
 _MOST = 200
-"""Most beats or values in one answer of Redis, so that reading them does not hold up other tasks for long."""
+"""Largest number of beats or values in one answer of Redis, so that reading them does not hold up other tasks for
+long."""
 
 _Entry = tuple[bytes, dict[bytes, bytes]]
 """An entry of a Redis stream: its id and its fields."""

@@ -42,14 +42,14 @@ _IDLE_MS = 60_000
 
 
 class ChannelWithMetadata(grpc.aio.Channel):
-    """A channel that wraps another one and sends metadata of its own with every call.
+    """A channel that passes each call to another channel and adds its own metadata to the call.
 
     A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
     differently.
 
     Args:
-        same: metadata that are the same for all calls.
-        prover: makes the proof of each call; None if there is no secret.
+        same: name and value of a metadata entry that every call gets.
+        prover: makes the entry that proves to the server that the caller has the secret; None if there is no secret.
     """
 
     def __init__(self, channel: grpc.aio.Channel, same: tuple[str, str], prover: Prover | None) -> None:

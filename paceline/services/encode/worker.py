@@ -48,7 +48,8 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
 class EncodeWorker:
     """A worker that computes encodings for other workers.
 
-    Its engine has no requests. It runs the encoders in this worker's turns.
+    Its engine has no requests and runs only the encoders. If workers share the cores of a host, it runs them in turns
+    with those workers.
     """
 
     def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: ArenaPlace) -> None:

@@ -30,7 +30,7 @@ from paceline.services.kvtransfer.exports import digest_of
 from paceline.services.kvtransfer.transport import ArenaMemory
 
 _WAITING = 4096
-"""Most blocks that may wait to be written. If more come, the oldest are dropped."""
+"""Largest number of blocks that may wait to be written. If more come, the oldest are dropped."""
 READERS = 8
 """Number of threads that read blocks at the same time."""
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ EARLY_SECONDS = 5.0
 hints.
 """
 MOST_EARLY = 1 << 16
-"""Most hints that wait. The oldest are dropped first, because a hint is no promise."""
+"""Largest number of hints that wait. The oldest are dropped first, because a hint is no promise."""
 
 
 class EarlyHints:

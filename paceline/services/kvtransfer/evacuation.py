@@ -21,15 +21,15 @@ from paceline.services.kvtransfer.host_memory import HostMemory
 from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
 
 MOST_BYTES = 1 << 30
-"""Most bytes of blocks that are copied."""
+"""Largest number of bytes that one evacuation copies."""
 MOST_SECONDS = 10.0
 """Longest time that copying takes, in seconds."""
 NAMES_SECONDS = 3.0
 """Deadline for a host to name its blocks, in seconds. A host that does not answer gets no copies."""
 MOST_HOSTS = 16
-"""Most hosts that are asked for their blocks and get copies."""
+"""Largest number of hosts that get copies. Each is asked first which blocks it has."""
 MOST_CHAINS = 4096
-"""Most prefixes in one message."""
+"""Largest number of prefixes in one message."""
 
 FindHosts = Callable[[str], Awaitable[Sequence[str]]]
 """Returns the addresses of the services of other hosts that stay and have a layout with this fingerprint."""

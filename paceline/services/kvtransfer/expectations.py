@@ -13,13 +13,14 @@ from paceline.proto import kvtransfer_pb2 as pb
 
 
 def hinted_blocks(layout: KVLayout, links: Sequence[bytes], hints: Sequence[Hint]) -> Iterator[tuple[Name, Hint]]:
-    """Yield the blocks that a request needs to reuse the expected prefixes, each with the hint for the nearest time.
+    """Yield the blocks that a request needs to reuse the expected prefixes, each with the hint that expects it soonest.
 
     Blocks before the window of a prefix are left out, because a request that reuses the prefix does not read them.
 
     Args:
         layout: the layout of KV.
         links: the links of the context.
+        hints: expectations about prefixes of the context.
     """
     nearest: dict[Name, Hint] = {}
     for hint in sorted(hints, key=lambda hint: -hint.seconds):

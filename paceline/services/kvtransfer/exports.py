@@ -27,7 +27,7 @@ from paceline.services.kvtransfer.transport import ArenaMemory
 ALIVE_SECONDS = 1.0
 """Longest time between two messages to the reader, in seconds. A longer silence counts as a failure."""
 _DIGESTED_BYTES = 32 << 20
-"""Most bytes of blocks in one message. The service waits while their digests are computed."""
+"""Largest number of bytes of blocks in one message. The service waits while their digests are computed."""
 
 Write = Callable[[pb.ExportEvent], Awaitable[None]]
 

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _MAX_REQUEST_ID = 256
 _MAX_GENERATION = 1 << 31
 _MAX_KEYS = 1 << 16
-"""Most keys of one renewal. A worker has as many leases as it runs requests."""
+"""Largest number of keys of one renewal. A worker has as many leases as it runs requests."""
 
 _CODES: tuple[tuple[type[PacelineError], pb.Code.ValueType], ...] = (
     (UnknownLeaseError, pb.CODE_UNKNOWN),

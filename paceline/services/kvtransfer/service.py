@@ -32,13 +32,13 @@ from paceline.services.kvtransfer.sessions import Sessions
 from paceline.services.kvtransfer.snapshot import MemorySnapshot, snapshot_of
 
 _MAX_OPERATIONS = 4096
-"""Most operations in one batch. The service does nothing else while it applies a batch."""
+"""Largest number of operations in one batch. The service does nothing else while it applies a batch."""
 
 _MAX_EXPECTATIONS = 4096
-"""Most expectations in one message."""
+"""Largest number of expectations in one message."""
 
 _MAX_NAMES = 1 << 15
-"""Most block names in one message."""
+"""Largest number of block names in one message."""
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from paceline.services.kvtransfer.ucx_wire import MOST_SLOTS, Offer, pack_reques
 from paceline.services.kvtransfer.ucx_worker import Handle, UcxWorker, failure
 
 BATCH_BYTES = 16 << 20
-"""Most bytes that are requested at once, so that each deadline covers at most this many bytes."""
+"""Largest number of bytes that are requested at once, so that each deadline covers at most this many bytes."""
 _LOOK_SECONDS = 0.02
 
 

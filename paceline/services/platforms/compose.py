@@ -35,7 +35,7 @@ GRACE_SECONDS = 60
 """Time that a worker has to drain if its service has no stop_grace_period, in seconds."""
 
 THREADS = 256
-"""Most simultaneous calls of the engine. Each drain occupies one until its container has ended."""
+"""Largest number of simultaneous calls of the engine. Each drain occupies one until its container has ended."""
 
 Json = dict[str, Any]
 Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]

@@ -28,7 +28,7 @@ WATCH_SECONDS = 60
 PAGE = 500
 """Objects that one answer lists at most."""
 ATTEMPTS = 5
-"""Most attempts at a change that conflicts with changes by others."""
+"""Largest number of attempts at a change that conflicts with changes by others."""
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """The files that a pod gets for its service account."""

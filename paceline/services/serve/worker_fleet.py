@@ -165,7 +165,7 @@ class WorkerFleet:
     def give_up(self, process: ManagedProcess) -> bool:
         """Forget a worker whose process keeps ending, unless it is the only prefill or decode worker.
 
-        If another worker was to drain as soon as the forgotten one was ready, it stays.
+        If this worker was to replace one that waits to drain, the waiting worker does not drain.
 
         Returns whether the process was a worker's and is forgotten.
         """

@@ -20,7 +20,7 @@ LINGER_SECONDS = 0.5
 costs both sides as much as a token.
 """
 MAX_OPERATIONS = 512
-"""Most operations in one batch, so that kvtransfer serves other workers between batches."""
+"""Largest number of operations in one batch, so that kvtransfer serves other workers between batches."""
 MAX_BATCH_BYTES = MAX_MESSAGE_BYTES // 4
 """Largest size of a batch with more than one operation. A reservation carries 18 bytes for each 16 tokens of its
 context."""

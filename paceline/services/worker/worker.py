@@ -156,7 +156,7 @@ class Worker:
         )
 
     def work(self) -> WorkReport:
-        """Return the report for the planner."""
+        """Return KV pressure, computed tokens and recent step times, which the planner needs."""
         counts = self._pool.counts()
         return WorkReport(
             kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,

@@ -34,7 +34,7 @@ _ASK_SECONDS = 1.0
 """The shortest time between two calls that ask a host for its blocks."""
 _ANSWER_SECONDS = 5.0
 _ASKED = 8
-"""Most hosts that are asked at a time: each answers with all of its blocks."""
+"""Largest number of hosts that are asked at a time: each answers with all of its blocks."""
 _BLOCK_MS = 500
 _PAUSE_SECONDS = 0.1
 """Pause between two reads of the stream, so that the events of a large fleet do not cost a read each."""

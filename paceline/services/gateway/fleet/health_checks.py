@@ -15,7 +15,8 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 FAILED_PROBES = 2
 """Failed health checks in a row after which a member that Redis does not list is dropped."""
 _CHECKS = 64
-"""Most health checks at a time, so that a large fleet that joins or falls silent does not stop the gateway."""
+"""Largest number of health checks at a time, so that a large fleet that joins or falls silent does not stop the
+gateway."""
 
 log = logging.getLogger(__name__)
 

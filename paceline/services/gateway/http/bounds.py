@@ -46,7 +46,7 @@ FRACTION_VALUES = 8
 """Values that each point and each "e" counts as. A number with a fraction or an exponent takes several times as long to
 read and write as an integer, and no other thread runs meanwhile. That "true" and "false" have an "e" does no harm."""
 MOST_WRITTEN_VALUES = 100_000
-"""Most values in the arguments of all tool calls of a conversation, which are texts in its body."""
+"""Largest number of values in the arguments of all tool calls of a conversation, which are texts in its body."""
 
 _OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789.eE'))
 """All bytes but those that begin a value outside of texts, digits, marks of fractions and exponents, and quotes."""

@@ -15,7 +15,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, 
 JITTER = 0.1
 """Share of the time by which clients that are refused at the same time are spread, in addition to one second."""
 MOST_SECONDS = 3600
-"""Longest time that is told."""
+"""Longest time after which a refused client is asked to come back."""
 
 Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "background", "limit"]
 """Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
@@ -35,7 +35,7 @@ class NoRoomError(BusyError):
     """A request is refused because the fleet has no room for it in time.
 
     Args:
-        seconds: after which the client should come back.
+        seconds: time after which the client should come back.
     """
 
     def __init__(self, message: str, reason: Reason, seconds: int = 1) -> None:

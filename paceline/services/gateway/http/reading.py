@@ -148,9 +148,9 @@ def _refuse(constant: str) -> None:
 
 
 def parse(text: bytes) -> Any:
-    """Return the value of a body's JSON text, as `read_json`.
+    """Return the value of a body's JSON text; see `read_json`.
 
-    Raises ApiError if it is nested too deeply, or RequestValidationError if it is not valid.
+    Raises ApiError if the JSON is nested too deeply, or RequestValidationError if it is not valid.
     """
     try:
         return read_json(text)

@@ -14,7 +14,7 @@ from paceline.services.gateway.planning.media.items import Expansions
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 MOST_MARKS = 4
-"""Most cache breakpoints of a request, as in Anthropic's API."""
+"""Largest number of cache breakpoints of a request, as in Anthropic's API."""
 
 MARK_SECONDS = {"5m": 300.0, "1h": 3600.0}
 """Times to live of cache breakpoints."""

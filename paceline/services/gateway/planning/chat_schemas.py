@@ -182,7 +182,7 @@ class ChatMessage(Body):
 
     @property
     def media(self) -> list[MediaPart]:
-        """The parts of the content that are no texts."""
+        """The images, videos and audio in the content."""
         return [part for part in self.content if isinstance(part, MediaPart)] if isinstance(self.content, list) else []
 
     @property

@@ -134,7 +134,7 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
 
 
 _MOST_SCORED_TOKENS = 4 << 20
-"""Most tokens of all pairs of a request together. The same query is in each of them."""
+"""Largest number of tokens of all pairs of a request together. The same query is in each of them."""
 
 
 def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Sequence[int], model: ServedModel) -> Plan:

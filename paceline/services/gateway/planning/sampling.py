@@ -23,7 +23,8 @@ class LogprobRules:
     """The server's options for logprobs."""
 
     most: int = 20
-    """Most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary."""
+    """Largest number of tokens for which a request may want logprobs at each position; -1 allows the whole
+    vocabulary."""
     as_ids: bool = False
     """Whether tokens are named by their ids if a request does not say it."""
 

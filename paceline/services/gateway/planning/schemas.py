@@ -25,7 +25,7 @@ from paceline.services.gateway.planning.request_body import Body, NamedRequest
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKENS = 128
 MAX_BIASES, MAX_STOP_IDS = 1024, 1024
-"""Most entries of `logit_bias` and `stop_token_ids`. Each choice takes all of them to its worker."""
+"""Largest number of entries of `logit_bias` and `stop_token_ids`. Each choice takes all of them to its worker."""
 MAX_PATTERN_TOKENS = 1024
 MAX_SESSION_CHARACTERS = 256
 
@@ -43,7 +43,7 @@ class RepetitionDetection(Body):
     """vLLM's `repetition_detection`: the answer ends when the same tokens come several times in a row."""
 
     max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_TOKENS)
-    """Most tokens of a pattern; 0 turns the detection off."""
+    """Largest number of tokens of a pattern; 0 turns the detection off."""
     min_pattern_size: int = Field(0, ge=0)
     """Least tokens of a pattern; 0 means 1."""
     min_count: int = Field(0, ge=0)

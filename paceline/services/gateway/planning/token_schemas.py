@@ -22,7 +22,7 @@ from paceline.services.gateway.planning.schemas import (
 )
 
 MAX_ABORTED = 10_000
-"""Most requests that one request ends."""
+"""Largest number of requests that one request ends."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """A number of tokens that a client tells."""
 

@@ -82,7 +82,7 @@ _DEFAULT, _TOOL_USE = "default", "tool_use"
 _SWITCHES_KEPT = 64
 """Number of different settings of chat templates, such as `enable_thinking`, for which the ends of prompts are kept."""
 _LONGEST_SWITCHES = 1000
-"""Most characters of such settings. Longer ones are texts for the template, and would take much memory."""
+"""Largest number of characters of such settings. Longer ones are texts for the template, and would take much memory."""
 
 
 class Tokenizer:

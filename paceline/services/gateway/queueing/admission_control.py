@@ -44,7 +44,7 @@ class _Worker:
     """Number of gaps that might have been long in earlier intervals and were not."""
     long: int = 0
     peak: int = 0
-    """Most requests that the worker had in the interval."""
+    """Largest number of requests that the worker had in the interval."""
 
 
 class DecodeLimits:

@@ -42,8 +42,9 @@ class Computing(NamedTuple):
     ready: Floats
     """Seconds until the worker can begin: its queue, and fetching."""
     compute: Floats
+    """Seconds that the worker then computes the prompt."""
     total: Floats
-    """ready + compute."""
+    """Seconds until the worker has computed the prompt: `ready` + `compute`."""
     load: Floats
     rank: Floats
 
@@ -58,9 +59,9 @@ class Decoding(NamedTuple):
     lacking: Floats
     """Tokens of the prompt that are not cached on the worker's host."""
     move: Floats
-    """Seconds in which the host fetches them."""
+    """Seconds in which the host fetches these tokens."""
     least_load: Floats
-    """By the number of a host: the least load of a worker there; infinite if there is no worker."""
+    """The least load of a worker on each host, indexed by the host's number; infinite if it has no worker."""
 
 
 class NomineeSearch:

@@ -17,15 +17,16 @@ from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
-"""Most blocks that are noted of one host; further ones are ignored."""
+"""Largest number of blocks that are noted of one host; further ones are ignored."""
 
 
 _MOST_ENDS = 1 << 16
-"""Most blocks of BASE_TOKENS tokens after which ends of requests are remembered. Each takes about 90 bytes."""
+"""Largest number of blocks of BASE_TOKENS tokens after which ends of requests are remembered. Each takes about 90
+bytes."""
 _ANY_LAYOUT = ""
 """In place of a layout's fingerprint, in the links under which these places are remembered."""
 _TRIED_ENDS = 16
-"""Most of these places that are looked up for one context."""
+"""Largest number of these places that are looked up for one context."""
 
 
 class IndexedBlocks:

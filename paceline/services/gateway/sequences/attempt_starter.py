@@ -28,7 +28,7 @@ from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
 
 MOST_KEYS = 1 << 16
-"""Most keys to remember. The one that was used longest ago is forgotten first."""
+"""Largest number of keys to remember. The one that was used longest ago is forgotten first."""
 
 
 class AttemptStarter:

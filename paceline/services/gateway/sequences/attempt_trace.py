@@ -48,7 +48,7 @@ class ChunkTrace(NamedTuple):
     """One step of a worker that computed tokens [first, first + tokens) of the context."""
 
     at: float
-    """When the worker's report came."""
+    """Instant at which the worker's report came."""
     worker: str
     first: int
     tokens: int
@@ -59,14 +59,14 @@ class EncodingTrace(NamedTuple):
     """One encoding that a worker has computed or found for an attempt."""
 
     began: float
-    """When the gateway asked for it. An instant, as `ended`."""
+    """Instant at which the gateway asked for the encoding."""
     ended: float
-    """When the worker that computes the prompt had it."""
+    """Instant at which the worker that computes the prompt had the encoding."""
     worker: str
     kind: str
     tokens: int
     cached: bool
-    """Whether the worker's host had it already."""
+    """Whether the host of `worker` had the encoding already."""
     queue_seconds: float
     encode_seconds: float
     bytes: int
@@ -149,7 +149,7 @@ class AttemptTrace:
     chunks: ChunkTotals = field(default_factory=ChunkTotals)
     filled: float | None = None
     handed_over: float | None = None
-    """When the gateway told the decode worker that the blocks are filled."""
+    """Instant at which the gateway told the decode worker that the blocks are filled."""
     adopted: worker_pb2.Adopted | None = None
     effort: worker_pb2.Effort | None = None
     token_times: list[float] = field(default_factory=list)
@@ -162,7 +162,7 @@ class AttemptTrace:
     gaps: Gaps | None = None
     """The gaps between `decode_times`; set by `close`."""
     ended: float | None = None
-    """When an attempt ended whose workers were asked and had not refused it for want of room."""
+    """Instant at which the attempt ended. None before, and if it ended while no worker was asked."""
     outcome: str = ""
     """One of "finished", "failed" and "cancelled"; empty until the end."""
     failure: str = ""

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MOST_EXCUSED = 20
-"""Most ends of workers at one step that can be explained by something else. It is so large that a request which is not
-the reason has made progress before."""
+"""Largest number of ends of workers at one step that can be explained by something else. It is so large that a request
+which is not the reason has made progress before."""
 
 
 class ProgressStep(NamedTuple):

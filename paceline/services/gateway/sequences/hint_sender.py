@@ -20,9 +20,10 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 ANSWER_SECONDS = 2.0
 """Longest time of a message, in seconds. Later hints for the same host wait for its end, and go in the next one."""
 MOST_WAITING = 4096
-"""Most contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no promise."""
+"""Largest number of contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no
+promise."""
 MOST_WAITING_BYTES = 16 << 20
-"""Most bytes of these contexts' hashes, one for each token. A message of this size is accepted."""
+"""Largest number of bytes of these contexts' hashes, one for each token. A message of this size is accepted."""
 
 log = logging.getLogger(__name__)
 

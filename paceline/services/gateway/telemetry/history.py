@@ -18,7 +18,7 @@ BINS = 360
 SHARES = (0.5, 0.9, 0.99)
 
 Cell = float | None
-"""None if there is no value, for example a percentile of nothing."""
+"""One number in a row of the history; None if there is no value, for example a percentile without any request."""
 
 
 class Counters(NamedTuple):

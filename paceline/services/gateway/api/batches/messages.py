@@ -1,7 +1,7 @@
-"""Anthropic's message batches: the same batches in another form.
+"""Anthropic's message batches, made from batches in OpenAI's form.
 
 The requests of a message batch become an input file whose lines name /v1/messages. Its results are read from the files
-of answers; a line of a cancelled batch that has no answer is told from the input file.
+of answers. If the batch was cancelled or has failed, the requests without an answer are found in the input file.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class LinePlaces(NamedTuple):
     most: int
     """Places in all, without the reserve."""
     free: int
-    """Those that no sequence has, as far as is known."""
+    """Places among `most` that no sequence occupies, as far as this gateway knows."""
 
 
 def places_of(fleet: Iterable[Candidate]) -> LinePlaces:

@@ -36,7 +36,7 @@ CLEAN_SECONDS = 60.0
 MOST_RUNS = 64
 """Batches that one gateway runs at the same time. Their lines take turns."""
 MOST_RUNS_OF_KEY = 4
-"""Those of one key, so that the batches of others need not wait until its long ones have ended."""
+"""Batches of one key that one gateway runs at the same time, so that long batches of a key do not block other keys."""
 
 log = logging.getLogger(__name__)
 

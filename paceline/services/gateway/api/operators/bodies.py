@@ -170,8 +170,9 @@ class HostBlocks(AnswerBody):
     token_bytes: float
     """Bytes of KV for each token of a context."""
     fetched_bytes: int
+    """Bytes that the host has fetched from other hosts since its start."""
     fetch_seconds: float
-    """What the host fetched from other hosts since its start, and the time that this took."""
+    """Time that these fetches took."""
 
 
 class FleetSteps(AnswerBody):

@@ -34,7 +34,7 @@ ToolName = Annotated[str, Field(min_length=1, max_length=120)]
 
 
 class FunctionTool(EchoedBody):
-    """A function of the client."""
+    """A tool that the client runs; its arguments are JSON that fits the schema in `parameters`."""
 
     type: Literal["function"]
     name: ToolName

@@ -87,7 +87,10 @@ class ScoreRequest(ScoringRequest):
     data_2: AnyText | Texts | None = None
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Return each query with its document, by the field of the document. Raises ApiError if they do not match."""
+        """Return the pairs of a query and a document. The keys name the document's field, such as "documents[0]".
+
+        Raises ApiError if queries or documents are missing, or if their numbers do not match.
+        """
         for query_name, document_name in _NAMES:
             queries, documents = _texts(getattr(self, query_name)), _texts(getattr(self, document_name))
             if queries and documents:
@@ -114,7 +117,7 @@ class RerankRequest(ScoringRequest):
     return_documents: bool = True
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Return the query with each document, by the field of the document."""
+        """Return one pair of query and document for each document. The keys name its field, such as "documents[0]"."""
         (query,) = _texts(self.query)
         return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
 
@@ -127,13 +130,16 @@ class LabelsRequest(NamedRequest):
     items: Annotated[list[str | list[TokenId]], Field(min_length=1, max_length=MAX_PAIRS)]
     label_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)]
     apply_softmax: bool = True
-    """Whether the probabilities of the labels sum to 1. Otherwise those of all tokens do."""
+    """Whether the probabilities of the labels sum to 1. Otherwise the probabilities of all tokens sum to 1."""
     item_first: bool = False
     """Whether an item comes before the query."""
     add_special_tokens: bool = True
 
     def prompts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
-        """Yield the prompt of each item, by the item's field. Raises InvalidRequestError if ids are not valid."""
+        """Yield the name of each item's field, such as "items[0]", and the item's prompt.
+
+        Raises InvalidRequestError if ids are not valid.
+        """
         for index, item in enumerate(self.items):
             parts: list[tuple[str | list[int], str]] = [(self.query, "query"), (item, f"items[{index}]")]
             ids: list[int] = []

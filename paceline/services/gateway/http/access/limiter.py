@@ -26,9 +26,9 @@ class Gateways:
     own: str
     """Name of this gateway."""
     uses: Mapping[str, Sequence[Use]]
-    """What each gateway tells, by its name. This gateway's own entry may be missing."""
+    """The newest report of each gateway, by its name. This gateway's own entry may be missing."""
     is_current: bool
-    """Whether they have told it lately, which needs Redis."""
+    """Whether the reports are recent. They need Redis."""
 
 
 class Limiter:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 MINUTE = 60.0
 BURST_SECONDS = 10.0
-"""The bucket holds what its rate gives in this time."""
+"""The bucket holds the amount that its rate gives in this time."""
 LEAST_BURST = 10
 """Amount that the bucket holds at least, so that a small limit allows some requests at once."""
 GRAIN = 0.1
-"""What is used within this time shares one entry, so that the memory is bounded."""
+"""Uses within this time, in seconds, share one entry, so that the memory is bounded."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +27,7 @@ class Charge:
     at: float
     amount: int
     counts: bool = True
-    """Whether it is one of the last minute's."""
+    """Whether the charge is less than a minute old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Part:
     share: float = 1.0
     """Share of the rate, from 0 to 1."""
     elsewhere: int | None = 0
-    """What the other gateways have used in the last minute; None if nobody knows."""
+    """Amount that the other gateways have used in the last minute; None if it is not known."""
 
     def ceiling(self, limit: int) -> float:
         """Return what may be used here in a minute."""

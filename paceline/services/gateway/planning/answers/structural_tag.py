@@ -160,8 +160,8 @@ def grammar_of_tag(form: Form, spelling: Spelling, options: dict[str, Any]) -> s
 
 
 _MOST_WRITTEN = 8 * MAX_TEXT_BYTES
-"""Most characters of all expressions that are written, of which some are parts of others. Tags in tags may be written
-several times, so a small request could need a huge grammar."""
+"""Largest number of characters of all expressions that are written, of which some are parts of others. Tags in tags may
+be written several times, so a small request could need a huge grammar."""
 
 
 class _Writer:

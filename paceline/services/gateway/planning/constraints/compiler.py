@@ -40,7 +40,7 @@ START_SECONDS = 60.0
 WAIT_SECONDS = 10.0
 """Longest wait of a request until its constraint's trial begins."""
 MAX_WAITING = 64
-"""Most trials of one owner that wait; further ones get 429."""
+"""Largest number of trials of one owner that wait; further ones get 429."""
 ANSWER_SECONDS = 5.0
 """Time beyond that of a trial in which the process answers. After this, it hangs and is started again."""
 _SLOWER = 5
@@ -48,7 +48,7 @@ _SLOWER = 5
 _MOST_PLACES = 4
 _KNOWN_BYTES = 64 << 20
 _OUTCOME_BYTES = 16 << 20
-"""Most bytes of an outcome. A grammar has at most some millions of characters."""
+"""Largest number of bytes of an outcome. A grammar has at most some millions of characters."""
 _TRIES = 2
 """A trial is done again if the process has ended meanwhile."""
 

@@ -12,14 +12,14 @@ from typing import TypeAlias
 from paceline.services.gateway.http.errors import MediaError, UnreachableMediaError
 
 BYTES_PER_SECOND = 256 << 20
-"""Most bytes of all files together that are read in a second, or made by unpacking. On a laptop, reading so many takes
-about a third of the time of this thread, in which other requests wait."""
+"""Largest number of bytes of all files together that are read in a second, or made by unpacking. On a laptop, reading
+so many takes about a third of the time of this thread, in which other requests wait."""
 PIECE_COST = 4 << 10
 """Parsing a piece of a body takes as long as reading so many bytes."""
 LEAST_PAUSE = 0.001
 """Shorter pauses are left out, so files may be read this much earlier than the rate says, in seconds."""
 UNPACKED_BYTES = 256 << 10
-"""Most bytes that unpacking makes at once. A few bytes may unpack to a thousand times as many."""
+"""Largest number of bytes that unpacking makes at once. A few bytes may unpack to a thousand times as many."""
 _PACKED_BYTES = 32 << 10
 """Compressed bytes that are collected before the thread unpacks them. Each call of the thread takes time."""
 _MAX_PIECES, _PIECE_BYTES = 1024, 64

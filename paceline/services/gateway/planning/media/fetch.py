@@ -29,9 +29,9 @@ from paceline.services.gateway.planning.media.guard import MediaGuard, Target
 CONNECT_SECONDS = 5.0
 """Longest time to connect to a server, in seconds. Up to four addresses share it."""
 REDIRECTS = 5
-"""Most redirects that are followed."""
+"""Largest number of redirects that are followed."""
 _ADDRESSES = 4
-"""Most addresses of a server that are tried."""
+"""Largest number of addresses of a server that are tried."""
 _READ_BYTES = 64 << 10
 """Bytes that are read at once."""
 _HEAD_BYTES = 32 << 10

@@ -100,7 +100,7 @@ class TokenRun:
     digest: bytes
     """The input's digest, which is computed only once because an input may have megabytes."""
     grid: Grid | None = None
-    """As in `MediaSpan`."""
+    """See `MediaSpan.grid`."""
 
     @staticmethod
     def of(token_id: int, own: MediaInput, grid: Grid | None = None) -> TokenRun:
@@ -119,24 +119,24 @@ class Expansion:
 
     @property
     def size(self) -> int:
-        """Bytes of its inputs."""
+        """Bytes of the item's inputs."""
         return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, TokenRun))
 
     @property
     def tokens(self) -> int:
-        """Its placeholder tokens."""
+        """Number of the item's placeholder tokens."""
         return sum(piece.input.length for piece in self.pieces if isinstance(piece, TokenRun))
 
     @property
     def digest(self) -> str:
-        """The digest of its inputs."""
+        """SHA-256 of the digests of the item's inputs, in hex."""
         return hashlib.sha256(
             b"".join(piece.digest for piece in self.pieces if isinstance(piece, TokenRun))
         ).hexdigest()
 
 
 Expansions: TypeAlias = Mapping[MediaItem, Expansion]
-"""What stands in prompts for the items of a request."""
+"""For each item of a request, the tokens that stand for it in prompts."""
 
 
 class _Nothing(dict[MediaItem, Expansion]):
@@ -151,4 +151,4 @@ class _Nothing(dict[MediaItem, Expansion]):
 NOTHING: Expansions = _Nothing()
 """Nothing for any item: for plans whose prompt is not computed, and to find other errors of a request first."""
 NO_ITEMS: Expansions = MappingProxyType({})
-"""What requests without media have."""
+"""The expansions of a request without media."""

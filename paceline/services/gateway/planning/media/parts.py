@@ -60,7 +60,7 @@ def _parts_of(body: object, place: str) -> Iterator[tuple[str, Placed]]:
 
 
 class MediaPart(Placed):
-    """An image, a video or audio in a message. Without data, it is the one that came before with the same uuid."""
+    """An image, a video or audio in a message. A part without a URL stands for an earlier item with the same uuid."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
 
@@ -68,7 +68,7 @@ class MediaPart(Placed):
     url: str | None = None
     uuid: str | None = None
     digest: str = ""
-    """As in `MediaItem`. This server adds it to stored parts that have a uuid alone."""
+    """See `MediaItem.digest`. This server adds the digest to a stored part that has only a uuid."""
     detail: str = "auto"
     """OpenAI's wish for the size of an image, which is kept and changes nothing: `mm_processor_kwargs` does."""
     audio_format: str | None = None
@@ -110,7 +110,7 @@ class MediaPart(Placed):
 
     @model_serializer
     def stored(self) -> Json:
-        """Return the part as a client may send it again."""
+        """Return the part as JSON in a form that a client can send in a new request."""
         names = {name: value for name in ("uuid", "digest") if (value := getattr(self, name))}
         if self.kind == "image":
             return {"type": "input_image", "image_url": self.url, "detail": self.detail, **names}

@@ -22,7 +22,7 @@ from paceline.services.gateway.planning.media.decoded import BrokenItemError
 from paceline.services.gateway.planning.media.items import FrameSampling
 
 _MAX_FRAMES = 1_000_000
-"""Most frames in a file. Reading their places takes a second."""
+"""Largest number of frames in a file. Reading their places takes a second."""
 _INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
 """Containers with an index, in which a key frame is found exactly. Others are decoded from their beginning."""
 

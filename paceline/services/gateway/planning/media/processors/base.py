@@ -30,7 +30,8 @@ Samples = NDArray[np.float32]
 MAX_INPUT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
 """Size of the largest input of an encoder. It goes to the worker in one message, which has other fields, too."""
 PADDING_SECONDS = 0.1
-"""Most seconds of audio that are cut without an error, because MP3 and AAC make clips longer by padding."""
+"""Largest number of seconds of audio that are cut without an error, because MP3 and AAC make clips longer by
+padding."""
 MAX_FRAME_PIXELS = 1 << 22
 """Larger frames of videos are scaled down when they are decoded."""
 OPTIONS_FIELD = "mm_processor_kwargs"

@@ -37,9 +37,9 @@ class LlavaProcessor(Processor):
     length: int
     """Tokens of an image."""
     size: int | Size | None
-    """The size to which an image is resized: that of its shorter side, or of both. None does not resize."""
+    """Pixels to which an image is resized: its shorter side, or height and width. If None, it is not resized."""
     crop: Size | None
-    """The size of the middle that is cut out, or that is padded with black. None does not crop."""
+    """Size of the middle that is cut out; smaller images are padded with black. If None, none is cropped."""
     resample: Image.Resampling
 
     def with_options(self, given: Json) -> LlavaProcessor:

@@ -50,7 +50,7 @@ class PixelBounds:
 
     least: int
     most: int
-    """It counts if `least` is larger."""
+    """Largest number of pixels. If `least` is larger than `most`, `most` decides."""
     limit: int
     """The model's own `most`. No option may exceed it."""
 
@@ -92,7 +92,7 @@ class Qwen3VLProcessor(Processor):
     frame_limit: int
     """The model's own largest number of frames. No option may exceed it."""
     frame_tokens: int | None = None
-    """Most tokens of a frame; None has no bound besides that of the video."""
+    """Largest number of tokens of a frame; if None, only the bound of the whole video counts."""
 
     def with_options(self, given: Json) -> Qwen3VLProcessor:
         """Return a processor with other options, by the names of transformers and vLLM.
