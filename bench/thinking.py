@@ -30,6 +30,8 @@ _QUESTIONS = (
     "数学とは何ですか?",
     "Tell me a story. 🐉",
 )
+_CALL = "<tool_call>"
+"""The marker with which a call begins in the stacks that get these requests."""
 _SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
 _TOOL = {"type": "function", "function": {"name": "find", "parameters": {**_SCHEMA, "additionalProperties": False}}}
 
@@ -76,8 +78,10 @@ def complaint(request: Request, outcome: Outcome, tokenizer: Tokenizer) -> str:
     found = thinking_tokens(outcome.tokens, tokenizer)
     if found == outcome.reasoning_tokens == wanted:
         return ""
-    # A model may end its answer, or call a tool, while it thinks. Then it has spent at most its budget.
-    if found is None and outcome.finish_reason in ("stop", "tool_calls") and outcome.reasoning_tokens <= wanted:
+    # A model may end its answer, or call tools, while it thinks. Then it has spent at most its budget. Calls may go on
+    # until the answer has its greatest length.
+    ends = outcome.finish_reason in ("stop", "tool_calls") or _CALL in tokenizer.decode(outcome.tokens)
+    if found is None and ends and outcome.reasoning_tokens <= wanted:
         return ""
     told = "no end of the reasoning" if found is None else f"{found} tokens of reasoning"
     return f"{told}, usage says {outcome.reasoning_tokens}, the budget leaves {wanted}: {outcome.text!r}"

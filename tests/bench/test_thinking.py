@@ -48,6 +48,8 @@ def test_answers_may_end_within_their_reasoning_but_not_beyond_their_budget(toke
     for length, reason, expected in ((wanted, "stop", True), (wanted + 1, "stop", False), (wanted, "length", False)):
         outcome = Outcome(list(b"x" * length), finish_reason=reason, reasoning_tokens=length)
         assert (complaint(request, outcome, tokenizer) == "") is expected
+    calls = list(b"x" * wanted + b"<tool_call>{}</tool_call><tool_call>")
+    assert complaint(request, Outcome(calls, finish_reason="length", reasoning_tokens=wanted), tokenizer) == ""
 
 
 def test_markers_take_the_places_of_special_tokens(tmp_path: Path) -> None:

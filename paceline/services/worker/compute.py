@@ -9,9 +9,9 @@ from typing import Protocol, TypeAlias
 
 import grpc.aio
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.telemetry import carrier_of, request_span
-from paceline.engine.step import Sampled, Scored
+from paceline.engine.step import Preempted, Sampled, Scored
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb, scores_to_pb
@@ -34,6 +34,7 @@ async def score(
     Raises:
         InvalidRequestError: the work does not ask for logprobs of the prompt.
         BusyError: there are not enough free blocks.
+        UnavailableError: the work was preempted, because a request that decodes here needs its blocks.
     """
     if not work.sampling.HasField("prompt_logprobs"):
         raise InvalidRequestError("work of the kind SCORE must say how many prompt_logprobs it wants")
@@ -51,6 +52,8 @@ async def score(
             batch = await events.batch()
             reporter.note(batch)
             for event in batch:
+                if isinstance(event, Preempted):
+                    raise UnavailableError("the worker needs the memory of this prompt for requests that it answers")
                 if isinstance(event, Scored):
                     for scores in scores_to_pb(event.first, event.tokens):
                         await send(worker_pb2.ComputeEvent(prompt_logprobs=scores))

@@ -7,6 +7,7 @@ import grpc.aio
 import pytest
 
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.wire import key_from_pb
 from tests.services.worker.conftest import Host, StartHost
 
 PROMPT = list(range(3, 93))
@@ -72,4 +73,20 @@ async def test_a_call_that_is_cancelled_leaves_no_block(start_llama: StartHost) 
             if event.HasField("prompt_logprobs"):
                 break
         call.cancel()
+        assert await host.all_blocks_back()
+
+
+async def test_a_prompt_whose_blocks_others_need_fails_and_does_not_wait_for_ever(start_llama: StartHost) -> None:
+    async with start_llama(max_batched_tokens=16, max_seqs=4) as host:
+        asked = work(host, "preempted", PROMPT * 4, prompt_logprobs=0)
+        call = worker_pb2_grpc.ComputeStub(host.channels[1]).Run(asked, timeout=30)
+        async for event in call:
+            if event.HasField("prompt_logprobs"):
+                break
+        engine = host.decode.worker.engine
+        engine.starve(key_from_pb(asked.key))
+        with pytest.raises(grpc.aio.AioRpcError, match="needs the memory of this prompt") as error:
+            async for _ in call:
+                pass
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         assert await host.all_blocks_back()
