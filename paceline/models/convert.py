@@ -21,7 +21,7 @@ from gguf import GGUFReader
 from paceline.core.errors import ModelError
 from paceline.core.progress import Progress
 from paceline.models.config import read_config
-from paceline.models.convert_dense import ARCHITECTURES, dense_config, dense_sources
+from paceline.models.convert_dense import ARCHITECTURES, ROPE_FACTORS, dense_config, dense_sources
 from paceline.models.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
 from paceline.models.convert_weights import write_weights
 from paceline.models.gguf_metadata import Metadata, check_sizes, check_tokenizer
@@ -84,7 +84,7 @@ def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path)
     if metadata.architecture == _GEMMA4:
         sources, config, tables = gemma4_sources(tensors), gemma4_config(metadata, tensors), GEMMA4_TABLES
     else:
-        config = dense_config(metadata)
+        config = dense_config(metadata, tensors)
         sources = dense_sources(metadata, config, tensors)
     _write_tokenizer(source, metadata, target)
     (target / "config.json").write_text(json.dumps(config, indent=2))
@@ -176,7 +176,7 @@ def _problem(metadata: Metadata) -> str:
 def _lost(architecture: str, metadata: Metadata) -> str:
     """Return what `convert_dense` would lose without a word; "" if nothing."""
     head_dim = metadata.get(f"{architecture}.attention.key_length")
-    if "rope_freqs.weight" in metadata.tensors:
+    if architecture != "llama" and ROPE_FACTORS in metadata.tensors:
         return "its rope scaling would be lost"
     if _HEAD_DIMS.get(architecture, head_dim) != head_dim:
         return "its head size, and so its attention scale, would be lost"

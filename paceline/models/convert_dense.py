@@ -6,15 +6,19 @@ norms that llama.cpp stores as their factor, and the fields of config.json.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from gguf import ReaderTensor
 
 from paceline.core.errors import ModelError
 from paceline.models.convert_weights import TensorSource
 from paceline.models.gguf_metadata import Metadata
+from paceline.models.model_config import Rope
+from paceline.models.rotary import inverse_frequencies
 
 Config = Mapping[str, Any]
 
@@ -78,12 +82,22 @@ _FAMILIES: Mapping[str, _Family] = {
 ARCHITECTURES = tuple(_FAMILIES)
 """Architectures, as GGUF files name them."""
 
+ROPE_FACTORS = "rope_freqs.weight"
+"""Name of the tensor by which the frequencies of a Llama's rotary embedding are divided, a number for each pair of
+dimensions."""
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The scaling of Llama 3.1 to 3.3, without its factor. Their files have only the quotients that follow from it."""
+
 _SLIDING_PATTERN = 6
 """Each sixth layer of a Gemma 3 attends to all tokens."""
 
 
-def dense_config(metadata: Metadata) -> Config:
-    """Return the fields of config.json. Call `check_sizes` before."""
+def dense_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Config:
+    """Return the fields of config.json. Call `check_sizes` before.
+
+    Raises:
+        ModelError: the file scales its rotary embedding in a way that config.json cannot say.
+    """
     own, place = _FAMILIES[metadata.architecture], metadata.architecture
 
     def whole(name: str, default: int | None = None) -> int:
@@ -106,7 +120,7 @@ def dense_config(metadata: Metadata) -> Config:
         "head_dim": head_dim,
         "max_position_embeddings": whole("context_length"),
         "rms_norm_eps": metadata.real(f"{place}.attention.layer_norm_rms_epsilon", 0),
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_parameters": {**_rope_scaling(tensors.get(ROPE_FACTORS), theta, head_dim), "rope_theta": theta},
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
         **{name: token_id for name, token_id in ids.items() if token_id is not None},
         **_further_fields(metadata, theta),
@@ -114,6 +128,25 @@ def dense_config(metadata: Metadata) -> Config:
 
 
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+
+
+def _rope_scaling(found: ReaderTensor | None, theta: float, head_dim: int) -> Config:
+    """Return the type of a rotary embedding, with its parameters.
+
+    Args:
+        found: the tensor ROPE_FACTORS; None if the file has none.
+    """
+    if found is None:
+        return {"rope_type": "default"}
+    divisors = np.asarray(found.data)
+    factor = float(divisors.max(initial=0.0)) if divisors.dtype == np.float32 else 0.0
+    if 1.0 <= factor < math.inf:
+        low, high, original = _LLAMA3_ROPE.values()
+        scaled = inverse_frequencies(Rope(theta, "llama3", factor, low, high, int(original)), head_dim)
+        expected = inverse_frequencies(Rope(theta), head_dim) / scaled
+        if divisors.shape == expected.shape and np.allclose(divisors, expected.numpy(), rtol=1e-4):
+            return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
+    raise ModelError("its rope scaling would be lost")
 
 
 def _further_fields(metadata: Metadata, theta: float) -> Config:
@@ -150,7 +183,8 @@ def dense_sources(metadata: Metadata, config: Config, tensors: Mapping[str, Read
     if config["num_hidden_layers"] > len(tensors):
         raise ModelError(f"it has {len(tensors)} tensors for {config['num_hidden_layers']} layers")
     wanted = dict(_wanted(own, config))
-    _check(metadata.tensors, {name: shape for name, (_, shape) in wanted.items()})
+    present = {name: shape for name, shape in metadata.tensors.items() if name != ROPE_FACTORS}
+    _check(present, {name: shape for name, (_, shape) in wanted.items()})
     heads = {"attn_q.weight": config["num_attention_heads"], "attn_k.weight": config["num_key_value_heads"]}
     sources = {}
     for name, (theirs, shape) in wanted.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ def write_gguf(
     bos: bool | None = False,
     without: str = "",
     beside: str = "",
+    divisors: Sequence[float] = (),
     **more: Any,
 ) -> Path:
     """Write a GGUF file of a tiny Llama, or Qwen, with a byte-level vocabulary. Without a reference it has no weights.
@@ -40,6 +42,7 @@ def write_gguf(
         bos: whether prompts begin with BOS; with None, the file does not say.
         without: name of a tensor that the file does not have.
         beside: name of a tensor that the file has in addition.
+        divisors: numbers by which the frequencies of pairs of dimensions are divided; empty if the file has none.
         more: further or other metadata as (value, type), with __ instead of dots; None removes a key.
     """
     writer = gguf.GGUFWriter(path, architecture)
@@ -63,6 +66,8 @@ def write_gguf(
             writer.add_key_value(name.replace("__", "."), *value)
     if beside:
         writer.add_tensor(beside, np.ones(4, dtype=np.float32))
+    if divisors:
+        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

