@@ -129,7 +129,7 @@ def test_a_prompt_that_has_waited_takes_turns_with_short_ones() -> None:
 def test_a_prompt_of_several_steps_does_not_take_turns_with_one_that_has_waited() -> None:
     worker = Worker()
     wait_for(worker, Waiting("old", 300))
-    worker.add(Waiting("newer", 299))
+    worker.add(Waiting("newer", 200))
     assert {name for _ in range(4) for name, _ in worker.step()} == {"old"}
 
 
