@@ -38,14 +38,14 @@ _ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ContextRoot:
-    """Everything that the KV of every token of a context depends on, besides the tokens."""
+    """The properties of a context on which the KV of all of its tokens depends, besides the tokens themselves."""
 
     layout: str
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
     cache_salt: str = ""
     """Contexts with different salts share no block, except for those of shared tokens, whose root has no salt."""
     encoding: bytes = b""
-    """Digest of an encoder's input if the blocks have its encoding rather than KV."""
+    """Digest of an encoder's input if the blocks hold the encoding of this input; empty if they hold KV."""
 
     def digest(self) -> bytes:
         parts = (self.layout, self.cache_salt, self.encoding) if self.encoding else (self.layout, self.cache_salt)
@@ -58,9 +58,11 @@ class Tail(NamedTuple):
     """
 
     length: int
-    """Tokens of the context before the place."""
+    """Number of tokens of the context before the place."""
     name: bytes
-    """Name of these tokens, see `Context.name`. Every partial block that ends at this place has this name."""
+    """Name of the tokens before the place, from `Context.name`. Every partial block that ends at the place has this
+    name.
+    """
 
 
 class Context:
@@ -122,13 +124,15 @@ class Context:
         """Return the name of a block's content while only the first `length` tokens of the context are computed.
 
         Args:
-            block: index of the block in the sequence. It may be partly filled.
+            block: index of the block in the sequence. The block may be partly filled.
         """
         end = (block + 1) * layout.groups[group].block_tokens
         return self.name(layout.fingerprint, min(end, length))
 
     def tails(self, layout: str, lengths: Iterable[int]) -> list[Tail]:
-        """Return the tails after these numbers of tokens. Lengths beyond the context are left out."""
+        """Return one tail for each of these lengths, which are numbers of tokens. Lengths beyond the context are left
+        out.
+        """
         return [Tail(length, self.name(layout, length)) for length in lengths if 0 < length <= len(self.token_ids)]
 
     def _parent(self, layout: str, links: Sequence[bytes]) -> bytes:

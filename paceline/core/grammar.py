@@ -56,7 +56,7 @@ OPTIONS = "x-guidance"
 _LONGEST_INTEGER = 400
 
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits))
-"""A decoder that accepts integers of thousands of digits, as JSON does. Python's own refuses them."""
+"""A decoder that accepts integers of thousands of digits, as JSON does. Python's own decoder refuses such integers."""
 
 _SCHEMA = re.compile(
     r"""

@@ -15,13 +15,13 @@ from paceline.core.cache_policy.ranking import NOWHERE, Block, BlockRanking, Nam
 
 @dataclass(slots=True)
 class HintCounts:
-    """Numbers of blocks about which there were hints."""
+    """Numbers of blocks with a hint, by what became of them."""
 
     hinted: int = 0
     kept: int = 0
-    """Blocks that were requested again while they were here."""
+    """Hinted blocks that were requested again while they were in this memory."""
     wasted: int = 0
-    """Blocks that were evicted before anyone requested them."""
+    """Hinted blocks that were evicted before a request used them again."""
 
 
 class CachePolicy(BlockRanking):
@@ -53,7 +53,7 @@ class CachePolicy(BlockRanking):
 
     @final
     def get(self, name: Name) -> Block | None:
-        """Return the block with this name, or None."""
+        """Return the block with this name; None if the memory has no such block."""
         return self._blocks.get(name)
 
     @final
@@ -101,7 +101,7 @@ class CachePolicy(BlockRanking):
 
     @final
     def expect(self, name: Name, hint: Hint) -> None:
-        """Note a hint about a block, in place of an earlier one. Nothing happens if the block is not here."""
+        """Note a hint about a block; it replaces an earlier hint. Do nothing if the memory does not have the block."""
         block = self._blocks.get(name)
         if block is None:
             return

@@ -24,6 +24,6 @@ class Hint:
     seconds: float
     """Time within which these blocks are expected to be requested again."""
     source: bytes = b""
-    """Name of the party that gives the hint and of its reason. Hints of a source count more if its hints often come
-    true.
+    """Name of the client or gateway that gives the hint, with its reason for the hint. Hints of a source count more if
+    its hints often come true.
     """

@@ -10,7 +10,7 @@ from paceline.core.cache_policy.hazard import BINS, HORIZON, Hazards, bin_of
 from paceline.core.cache_policy.ranking import Block, Name
 
 LEVELS = 2
-"""Levels of belief in a source: 0 if its hints rarely come true."""
+"""Number of levels of belief in a source. Level 0 is for sources whose hints rarely come true."""
 
 _SHARES = (0.2,)
 """Shares of hints that came true at which a higher level begins."""
@@ -25,7 +25,7 @@ REMEMBERED = 1 << 16
 """Least number of block uses to remember. A small cache must also learn how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 _FIRST_RANKS = (1, 2, 4)
-"""The first epochs after which blocks are ranked. They come early because much is learned then."""
+"""The first epochs after which blocks are ranked anew. They come early, because much is learned in early epochs."""
 
 _MOST_USES = 65
 _USES = (0, *(1 + (again - 1).bit_length() for again in range(1, _MOST_USES + 1)))
@@ -74,18 +74,18 @@ class _Record:
 
 
 class Sources:
-    """The record of each source of hints, counted in hinted blocks."""
+    """For each source of hints, the number of hinted blocks, and how many of them were requested again."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
 
     def level(self, source: bytes) -> int:
-        """Return how much to believe a hint of this source."""
+        """Return the level of belief in hints of this source, from 0 to LEVELS - 1; higher is more trusted."""
         record = self._records.get(source, _Record())
         return bisect_right(_SHARES, (record.true + _PRIOR / 2) / (record.all + _PRIOR))
 
     def count(self, source: bytes, came_true: bool) -> None:
-        """Count a hinted block that was requested again, or that was not for a long time."""
+        """Count a hinted block whose hint came true, or lapsed because no request used the block for a long time."""
         record = self._records.setdefault(source, _Record())
         self._records.move_to_end(source)
         record.true += came_true
@@ -106,7 +106,7 @@ class _Memory:
 
     kind: int
     epoch: int
-    """Epoch of the last use."""
+    """Epoch in which the block was last used."""
     again: int = 0
     """Number of requests for the block after the first, whether it was cached or not."""
     goes_on: bool = False
