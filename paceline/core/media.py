@@ -60,6 +60,6 @@ class MediaInput:
 
     @property
     def digest(self) -> bytes:
-        """Hash of everything besides the encoder that decides the encoding."""
+        """Hash of the input. By the same encoder, inputs with equal digests have equal encodings."""
         described = repr((self.kind.value, self.length, self.dtype, self.shape)).encode()
         return hashlib.sha256(described + b"\0" + self.data).digest()[:DIGEST_BYTES]

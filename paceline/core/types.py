@@ -41,7 +41,9 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
     ANSWER = "answer"
-    """A grammar in Lark, which a gateway has made of one of the other kinds, tool calls and a budget for reasoning."""
+    """A grammar in Lark that a gateway has built from a constraint of another kind, tool calls and a budget for
+    reasoning.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """Unsigned 64 bits. The random number of a token depends only on the seed and the token's position."""
+    """Seed, an unsigned number of 64 bits. The random number of a token depends only on the seed and the token's
+    position.
+    """
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -84,7 +88,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be sampled; empty allows all."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the request. The token is part of the output."""
+    """Tokens that end the request. The ending token is part of the output."""
     min_tokens: int = 0
     max_tokens: int = 16
     logprobs: int | None = None
@@ -117,7 +121,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token's scores depend on which tokens came before."""
+        """Whether the scores of the next token depend on the earlier tokens, because of penalties."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

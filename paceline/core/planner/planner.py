@@ -25,8 +25,8 @@ class Planner:
 
     Args:
         objectives: what the operator wants.
-        state: what an earlier planner of this fleet remembered; None if there was none. Without it, the fleet does not
-            shrink until the planner has watched it for a while.
+        state: the state of an earlier planner of this fleet; None without one: first watch the fleet before shrinking
+            it.
     """
 
     def __init__(self, objectives: Objectives, state: PlanningState | None = None) -> None:
