@@ -26,11 +26,13 @@ class _Family:
     model: str
     model_type: str
     names: Mapping[str, str]
-    """Further names of a layer's tensors in GGUF and in safetensors, or other ones; "" for those that it lacks."""
+    """Names of a layer's tensors in GGUF and in safetensors that differ from _NAMES or are missing there; "" for
+    tensors that the family lacks.
+    """
     interleaves: bool = False
     """Whether the file interleaves the two halves of the rotary embedding in each head of queries and keys."""
     norm_offset: float = 0.0
-    """What is added to the numbers of norms."""
+    """Number that the converter adds to the file's weights of norms."""
 
 
 _NAMES: Mapping[str, str] = {
@@ -76,14 +78,14 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", {**_HEAD_NORMS, **_GEMMA3_NORMS}, norm_offset=-1.0),
 }
 ARCHITECTURES = tuple(_FAMILIES)
-"""Architectures, as GGUF files name them."""
+"""Names of the architectures in GGUF files."""
 
 _SLIDING_PATTERN = 6
-"""Each sixth layer of a Gemma 3 attends to all tokens."""
+"""In a Gemma 3, one layer in this many attends to all tokens."""
 
 
 def dense_config(metadata: Metadata) -> Config:
-    """Return the fields of config.json. Call `check_sizes` before."""
+    """Return the fields of config.json. `check_sizes` must be called first."""
     own, place = _FAMILIES[metadata.architecture], metadata.architecture
 
     def whole(name: str, default: int | None = None) -> int:
@@ -141,7 +143,7 @@ def _further_fields(metadata: Metadata, theta: float) -> Config:
 
 
 def dense_sources(metadata: Metadata, config: Config, tensors: Mapping[str, ReaderTensor]) -> dict[str, TensorSource]:
-    """Return where each tensor of the safetensors is in the file.
+    """Return, for each tensor of the safetensors by name, its place in the GGUF file.
 
     Raises:
         ModelError: a tensor is missing, would be lost, or has another shape than the metadata say.

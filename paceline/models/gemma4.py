@@ -124,10 +124,10 @@ class LayerInputs:
 
 
 class Gemma4Layer:
-    """A layer.
+    """A layer of Gemma 4: attention, an MLP, perhaps experts, and an input of its own, all with norms.
 
     Args:
-        reads: whether it has no keys and values of its own, and reads those of another layer.
+        reads: whether the layer has no keys and values of its own, and reads those of another layer.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class HubFile:
 
     name: str
     size: int
-    """In bytes."""
+    """Size of the file, in bytes."""
 
 
 def missing_files(repository: str, commit: str, names: Sequence[str]) -> list[HubFile]:
@@ -52,7 +52,7 @@ def check_space(files: Sequence[HubFile]) -> None:
 def download(repository: str, commit: str, files: Sequence[HubFile], report: Callable[[str], None]) -> None:
     """Download files to the cache that all tools of this machine share.
 
-    A connection that breaks is resumed where it broke. A process that is interrupted keeps the files that are whole.
+    After a broken connection, a download continues at the last byte. After an interrupted process, complete files stay.
 
     Raises exceptions of huggingface_hub.
     """

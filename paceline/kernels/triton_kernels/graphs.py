@@ -82,8 +82,8 @@ class CalledAgain:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The largest batch that a recording can replay. All numbers are powers of two; `context` times SPLIT is in
-    keys.
+    """The largest batch that a recording can replay. Numbers are powers of two; `context`, in keys, is one times
+    SPLIT.
     """
 
     requests: int
