@@ -73,7 +73,7 @@ class Context:
 
     Args:
         token_ids: the tokens so far. The list is copied.
-        cache_salt, encoding: see `ContextRoot`.
+        cache_salt, encoding: the fields of `ContextRoot`.
         media: runs of placeholder tokens, in order and apart from each other.
         shared_tokens: number of tokens at the front whose links do not depend on the salt, a multiple of `BASE_TOKENS`.
     """
@@ -181,7 +181,7 @@ def encoding_context(digest: bytes, length: int, cache_salt: str, layout: KVLayo
     """Return the context of an encoding, rounded up to full blocks. Its last link names the whole encoding.
 
     Args:
-        digest: name of the encoder's input; see `MediaInput.digest`.
+        digest: name of the encoder's input, from `MediaInput.digest`.
         length: rows of the encoding.
         layout: a layout with encodings.
     """

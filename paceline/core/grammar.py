@@ -51,7 +51,7 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 other kinds cannot cause it."""
 
 OPTIONS = "x-guidance"
-"""A keyword at the root of a schema with options that the gateway sets; see `_options`."""
+"""Name of the keyword at the root of a schema that holds options from the gateway, which `_options` reads."""
 
 _LONGEST_INTEGER = 400
 

@@ -19,8 +19,8 @@ MAX_DEPTH = 120
 TOO_DEEP = f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep"
 
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-"""The source lines around a mistake. They are cut off, because some of them come from our translation and not from the
-user.
+"""The source lines around a mistake. They are cut off, because some lines come from Paceline's translation and not from
+the user.
 """
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPING = re.compile(r'invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)

@@ -34,7 +34,7 @@ class MediaSpan:
     start: int
     length: int
     digest: bytes
-    """The name of the encoding's input; see `MediaInput.digest`."""
+    """The name of the encoding's input, from `MediaInput.digest`."""
     kind: MediaKind
     grid: Grid | None = None
     """Frames, rows and columns of the placeholder tokens, in models whose positions have three dimensions (M-RoPE).

@@ -48,7 +48,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def model_digest(folder: Path) -> str:
-    """Return the digest of the config and the tokenizer in a model's folder, see `ModelFiles`."""
+    """Return `ModelFiles.digest` of a model's folder: the digest of its config and its tokenizer."""
     return read_model_files(folder).digest
 
 

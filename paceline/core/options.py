@@ -28,7 +28,7 @@ def _check_size(text: str, info: ValidationInfo) -> str:
 
 
 Size = Annotated[str, AfterValidator(lambda text, info: text and _check_size(text, info))]
-"""An amount of memory as a user writes it (see `parse_bytes`), or an empty text."""
+"""An amount of memory as a user writes it, for `parse_bytes`, or an empty text."""
 AutoSize = Annotated[str, AfterValidator(lambda text, info: text if text == "auto" else _check_size(text, info))]
 """An amount of memory, or "auto"."""
 

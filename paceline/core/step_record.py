@@ -18,8 +18,7 @@ class StepRecord(NamedTuple):
     prompt_tokens: int
     """Number of prompt tokens that the step computed."""
     prompt_pairs: int
-    """Pairs of attention: for each of these prompt tokens, the number of tokens that it attends to, itself included;
-    summed.
+    """Sum, over the prompt tokens of the step, of the number of tokens to which each attends, itself included.
     """
     sequences: int
     """Number of sequences that decoded in this step: each got at least one token after its prompt."""

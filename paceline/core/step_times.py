@@ -190,7 +190,7 @@ class WorkerTimes(_Value):
 
 class TurnTimes(_Value):
     """Turns of the workers of one host that share its cores: a decode worker computes when it has work, and leaves
-    prefill some time after each of its steps. See `core/turns.py`."""
+    prefill some time after each of its steps (`core/turns.py`)."""
 
     itl_target: Seconds = 0.028
     """Target time between tokens. Prefill gets the part of it that a decode step leaves."""
@@ -218,8 +218,8 @@ class TurnTimes(_Value):
     admit: Delay = Delay()
     """Additional time of everything around the steps of a prompt while decode workers of the same cores have work."""
     admission: Seconds = 0.0
-    """Seconds of an admission that are work on these cores. Each simultaneous admission prolongs the others by this
-    time.
+    """Seconds of work on these cores for one admission. Each of several simultaneous admissions takes longer by this
+    time for every other one.
     """
 
     def speed_of_prefill(self, rows: int) -> float:

@@ -3,8 +3,8 @@ turns, the operating system would.
 
 Decode has priority: while a decode worker computes, prefill waits before each of its operations. After a decode step,
 if prefill is waiting, prefill gets the cores for the rest of the target inter-token latency (ITL). So prompts make
-progress even if decode always has work, and prefill has the cores to itself while decode is idle. If nobody has given
-a target, it grows with the time of decode steps, so that prompts are not starved on a slow machine, and it grows once
+progress even if decode always has work, and prefill has the cores to itself while decode is idle. Without a given
+target, the target grows with the time of decode steps, so that prompts are not starved on a slow machine. It grows once
 more while prompts have waited without a pause.
 
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
@@ -62,7 +62,7 @@ times vary: a step often has to wait until an operation of prefill ends. Their m
 prefill gets.
 """
 _LEAST_TARGET = 28 * _MS
-"""The ITL target if none is given, on a machine that is fast enough for it."""
+"""The ITL target without --itl-target-ms, in nanoseconds, on a machine that is fast enough for it."""
 _LEAST_SHARE = 0.5
 """Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than a given target.
 """

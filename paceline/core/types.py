@@ -96,8 +96,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that must not be in the output; none is empty. The last token of each is not sampled after
-    the others, unless a grammar or the allowed tokens leave no other token."""
+    """Sequences of tokens, all not empty, that must not be in the output. The last token of a sequence is not sampled
+    after its other tokens, unless a grammar or the allowed tokens leave no other token.
+    """
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens to report beside the chosen one, instead of the most likely ones, if `logprobs` is not None."""
 
@@ -134,8 +135,9 @@ class Logprob(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token and the requested logprobs: first the chosen token's, then those of the most likely tokens in order, or
-    those of `SamplingParams.logprob_token_ids`."""
+    """A token and the requested logprobs: first the logprob of the chosen token, then the logprobs of the most likely
+    tokens in order, or of `SamplingParams.logprob_token_ids`.
+    """
 
     id: int
     logprobs: tuple[Logprob, ...] = ()

@@ -95,7 +95,7 @@ class ComputePool(Protocol):
         """
 
     def drop_tail(self, request: Request) -> None:
-        """Free the blocks with these copies, which nobody needs."""
+        """Free the blocks with these copies, because they are not needed."""
 
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""

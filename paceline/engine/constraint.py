@@ -184,7 +184,7 @@ class Grammars:
                 self._tokenizer_for(ends)
 
     def find(self, constraint: Constraint) -> Grammar | None:
-        """Return the compiled form of a constraint if it is cached; None otherwise."""
+        """Return the compiled form of a constraint from the cache; None if it is not there."""
         with self._lock:
             return self._known(constraint)
 

@@ -57,8 +57,7 @@ class Engine:
     Args:
         on_events: called on the host thread; must return at once.
         on_failure: called when computing or planning has failed and the engine has stopped.
-        steps_in_flight: largest number of launched steps without results. 1 plans a step only after the last one's
-            results.
+        steps_in_flight: largest number of launched steps without results; 1 plans each step after the last results.
         turns: the turns of this worker, if other workers use the same cores.
         copies: copies blocks between the device's pool and the host's arena, if the device has a pool of its own.
         peers: pools that are asked for a block before it is loaded from the arena.

@@ -127,8 +127,7 @@ class PromptOrder:
         Args:
             prompts: prompts that this step may include, in the order of their arrival.
             room: largest number of prompt tokens in this step.
-            tokens_per_second: measured speed of prefill; 0 if unknown: objectives of new prompts and ages are then
-                ignored.
+            tokens_per_second: measured speed of prefill; 0 if unknown, which ignores ages and new objectives.
             take: plans up to about this many tokens of a prompt; returns how many, 0 if the prompt cannot continue now.
             now: the present instant, in seconds of any clock.
         """

@@ -45,8 +45,7 @@ class BlockCopies:
     Args:
         pool: [slots, slot_elements] on the device.
         arena: [slots, slot_elements] of the host, of the same dtype; pinned if the device is a GPU.
-        kernel_bytes: a kernel moves blocks of fewer bytes, the copy engine all others; None for the device's best
-            value.
+        kernel_bytes: a kernel moves blocks of fewer bytes, the copy engine others; None for the best value.
 
     Raises:
         ValueError: the shapes or dtypes of pool and arena differ, or the arena is not pinned.

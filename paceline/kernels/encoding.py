@@ -37,8 +37,7 @@ class EncoderKernels(Protocol):
 
         Args:
             weight: a matrix that is not quantized.
-            bounds: fp32 [4]: least and largest element of x, least and largest of the result; others become the nearer
-                bound.
+            bounds: fp32 [4]: least and largest element of the clipped x, then of the clipped result.
         """
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:

@@ -35,8 +35,8 @@ def make_once(
     make: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
 ) -> Path:
-    """Return the folder `cache_dir/key/name`. Make it first if it is missing; it appears whole or not at all,
-    even if the power fails meanwhile.
+    """Return the folder `cache_dir/key/name`. Make the folder first if it is missing. It appears whole or not at all,
+    even if the power fails.
 
     Args:
         key: name of the result, from `cache_key`.

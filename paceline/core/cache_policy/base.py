@@ -15,7 +15,7 @@ from paceline.core.cache_policy.ranking import NOWHERE, Block, BlockRanking, Nam
 
 @dataclass(slots=True)
 class HintCounts:
-    """Numbers of blocks with a hint, by what became of them."""
+    """Numbers of blocks with a hint that came true, and with a hint that did not."""
 
     hinted: int = 0
     kept: int = 0

@@ -20,7 +20,7 @@ class Hint:
     """An expectation about the first tokens of a context."""
 
     tokens: int
-    """The hint is about the blocks of the context's first `tokens` tokens."""
+    """Number of tokens at the front of the context whose blocks the hint is about."""
     seconds: float
     """Time within which these blocks are expected to be requested again."""
     source: bytes = b""

@@ -1,6 +1,6 @@
 """The notations in which values are written: JSON, and the notations in which models write arguments of calls.
 
-The options of a schema name the notation of its grammar; see `notation_of`. The forms in
+The options of a schema name the notation of its grammar (`notation_of`). The forms in
 `services/gateway/planning/answers/forms` read what these grammars allow.
 """
 

@@ -68,7 +68,7 @@ class Quoting:
     """A regular expression for the text's prefix, which is also part of terminals."""
     after: str = ""
     mark: str = ""
-    """A regular expression for the marks before and after the text; see `marked`."""
+    """A regular expression for the marks before and after the text, which only `marked` adds; "" without marks."""
     token: str = ""
     """A token of the vocabulary before and after the text, as an element of a grammar."""
     shapes: tuple[str, ...] = ()

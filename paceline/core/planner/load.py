@@ -213,7 +213,7 @@ class LoadSample:
         return LoadSample(at, work, noise)
 
     def differs(self, other: LoadSample, role: Role) -> bool:
-        """Return whether the load of a role has changed between two samples, beyond what chance explains."""
+        """Return whether the load of a role has changed between two samples by more than chance explains."""
         first, second = self.work.get(role, 0.0), other.work.get(role, 0.0)
         chance = math.hypot(self.noise.get(role, 0.0), other.noise.get(role, 0.0))
         return abs(first - second) > max(0.25 * max(first, second), 4 * chance)

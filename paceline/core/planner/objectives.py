@@ -38,7 +38,7 @@ def class_latencies(classes: Classes, share: float) -> dict[str, Latency]:
 
 @dataclass(frozen=True, slots=True)
 class RoleLimits:
-    """The least and the most workers of one role, and what one of them costs."""
+    """The least and the largest number of workers of one role, and the number of devices that each worker takes."""
 
     least: int = 0
     most: int = 64
@@ -58,7 +58,7 @@ class Objectives:
     budget: int | None = None
     """Largest number of devices that all workers take together, draining ones included; None is no limit."""
     advisory: bool = False
-    """Whether decisions are only shown, and nobody carries them out."""
+    """Whether decisions are only shown and not carried out."""
     flips: bool = True
     """Whether workers may change their role."""
     fast_seconds: float = 5.0

@@ -24,9 +24,8 @@ class Planner:
     A decision depends only on the objectives, the state and the report.
 
     Args:
-        objectives: what the operator wants.
-        state: the state of an earlier planner of this fleet; None without one: first watch the fleet before shrinking
-            it.
+        objectives: the operator's objectives for the fleet.
+        state: state of an earlier planner of this fleet. None: do not shrink the fleet before watching it for a while.
     """
 
     def __init__(self, objectives: Objectives, state: PlanningState | None = None) -> None:

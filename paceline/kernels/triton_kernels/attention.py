@@ -61,7 +61,7 @@ class AttentionPlan:
     last_keys: Tensor | None
     """int64 [tokens]: `AttentionBatch.last_keys`."""
     whole: Tensor
-    """[tiles, 3]: tiles for which one program reads all visible keys. See `device.attention` for the columns."""
+    """[tiles, 3]: tiles for which one program reads all visible keys. `device.attention` describes the columns."""
     apart: Tensor
     """[tiles, 3]: tiles for which every split has a program of its own."""
     rows: int

@@ -24,7 +24,9 @@ _SORT_BLOCK = 1024
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """Pairs of a token and one of its experts, sorted by expert, on the device; see `device.expert_products`."""
+    """Pairs of a token and one of its experts, sorted by expert, on the device, as `device.expert_products` reads
+    them.
+    """
 
     order: Tensor
     starts: Tensor

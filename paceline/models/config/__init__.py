@@ -127,7 +127,7 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a Hugging Face model folder.
 
     Raises:
-        ModelError: config.json cannot be read, or describes a model that none of our model files computes.
+        ModelError: config.json cannot be read, or describes a model that no model file of Paceline computes.
     """
     return _read(folder, _READERS)
 

@@ -79,7 +79,9 @@ class Fields:
         return None if raw is None else Fields(raw, self.architecture)
 
     def with_rope(self, default: Json) -> Fields:
-        """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
+        """Return the same fields, with `default` as `rope_parameters` if config.json has no rotary parameters of any
+        version's style.
+        """
         if self.raw.get("rope_parameters") is not None or self.raw.get("rope_scaling"):
             return self
         return self.changed(rope_parameters=default)

@@ -1,4 +1,4 @@
-"""The hybrid models of Granite 4: Mamba-2 and attention, with or without experts."""
+"""The config.json of the hybrid models of Granite 4: Mamba-2 and attention, with or without experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, SmolLM3 and others with Llama's layers."""
+"""The config.json of Llama 2 and 3, SmolLM2, SmolLM3 and other models with Llama's layers."""
 
 from __future__ import annotations
 
