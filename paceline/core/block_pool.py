@@ -114,7 +114,9 @@ class BlockPool:
         self._policy.touch(names, priority)
 
     def take_over(self, slots: Sequence[int]) -> None:
-        """Give cached blocks to one request, which may change them, with one reference each. They lose their names."""
+        """Give cached blocks to one request, with one reference each. The blocks lose their names, so the request may
+        change them.
+        """
         names = [self._name(slot) for slot in slots]
         for name in names:
             self._policy.remove(name)

@@ -51,7 +51,7 @@ def exports_traces() -> bool:
 
 
 def kubernetes_api() -> str | None:
-    """Return host:port of the API server of the Kubernetes cluster in which this process is a pod; None elsewhere."""
+    """Return host:port of the Kubernetes API server if this process is in a pod; None otherwise."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}" if host and port else None
 

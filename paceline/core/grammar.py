@@ -24,7 +24,9 @@ from paceline.core.json_grammar.strings import quoted
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
-"""Largest size of a constraint's text. The slowest schema of this size, with 4,000 properties, compiles in 2 s."""
+"""Largest size of a constraint's text in bytes. The slowest schema of this size, with 4,000 properties, compiles in 2
+s.
+"""
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,

@@ -95,7 +95,7 @@ class GroupShape:
         return replace(self, name=f"draft-{self.name}", layers=layers, readers=readers, drafter=True)
 
     def divided(self, count: int) -> tuple[GroupShape, ...]:
-        """Return `count` groups that share the layers of this one evenly."""
+        """Return `count` groups among which the layers of this group are divided evenly."""
         if count == 1:
             return (self,)
         bounds = [len(self.layers) * index // count for index in range(count + 1)]
@@ -159,7 +159,7 @@ class KVLayout:
     Messages about two different fingerprints name the parts that differ.
     """
     first_group: int = 0
-    """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last one."""
+    """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last number."""
 
     def part(self, encoding: bool) -> KVLayout:
         """Return the layout of encodings if `encoding`, else of KV. Raises InvalidRequestError if the model has no

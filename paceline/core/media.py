@@ -51,7 +51,7 @@ class MediaInput:
 
     kind: MediaKind
     length: int
-    """Tokens of the span: rows of the encoding."""
+    """Number of tokens of the span, which is the number of rows of the encoding."""
     dtype: str
     """Name of the elements' type, as in numpy."""
     shape: tuple[int, ...]

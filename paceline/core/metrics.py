@@ -18,7 +18,7 @@ class Family:
     """A metric as Prometheus knows it."""
 
     name: str
-    """The name without the prefix `paceline:` and without a suffix such as `_total`."""
+    """Name of the metric without the prefix `paceline:` and without a suffix such as `_total`."""
     help: str
     kind: MetricKind = "counter"
     has_role: bool = True

@@ -17,9 +17,9 @@ class StepLoad:
     number: int
     """Number that identifies the load. All steps with about the same load have the same number."""
     tokens: int = 0
-    """Sum of the tokens that the steps computed."""
+    """Number of tokens that all these steps computed together."""
     context: int = 0
-    """Sum of the tokens whose KV the steps read."""
+    """Number of tokens whose KV these steps read, summed over the steps."""
     seconds: Distribution = field(default_factory=Distribution)
 
 

@@ -117,7 +117,7 @@ class StepTimes(_Value):
     them.
     """
     decode_context: Seconds = 0.0
-    """Seconds for each token of context of a decoding sequence."""
+    """Seconds that each token in the context of a decoding sequence adds to a step."""
     shared: Seconds = 0.0
     """Seconds that a mixed step, with prompts and decoding sequences, saves compared to two steps."""
     draft: Seconds = 0.0
@@ -245,7 +245,7 @@ class Profile(_Value):
     """Paceline's version at the time of the measurement; empty if unknown."""
     max_model_len: Tokens = 131_072
     token_bytes: float = Field(gt=0)
-    """Bytes of KV for each token."""
+    """Number of bytes of KV that one token takes."""
     host_tokens: Tokens = 1 << 20
     """Tokens of KV that the arena of one host holds."""
     prefill: WorkerTimes

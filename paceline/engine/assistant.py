@@ -25,7 +25,7 @@ class AssistantDrafter:
     """Drafts tokens with an assistant model. Keeps no state from one step to the next.
 
     The target's hidden state for the first draft is always there, because a row gets drafts only after a step that has
-    computed the token before the row's newest one. This also holds after a handoff, a swap or a preemption.
+    computed the token before the row's newest token. This also holds after a handoff, a swap or a preemption.
 
     All drafts of a row have the position of the newest token, as in `transformers`. They see the keys that the newest
     token will see, but not the key of the newest token itself, which is not computed yet. So they read no block that

@@ -43,7 +43,7 @@ class BackgroundTurns:
 
     Args:
         page: page of memory that workers on the same cores share; None if this worker shares its cores with no other.
-        itl_target: target for the length of a step with urgent requests, in seconds; None takes urgent ones only.
+        itl_target: target for the length of a step with urgent requests, in seconds; None adds no background rows.
         clock: nanoseconds of the host's monotonic clock.
     """
 

@@ -70,9 +70,9 @@ class MaskBudget:
 class Matcher:
     """The position of one output in its grammar.
 
-    `masks` are the tokens that may come next: uint8 [bytes], one bit a token from the lowest on. The first mask is for
-    the token after the output, the second for the token after the first draft, and so on until the first draft that the
-    grammar forbids. `error` says why no token may come after the output.
+    `masks` are the tokens that may come next: uint8 [bytes], one bit for each token, from the lowest bit on. The first
+    mask is for the token after the output, the second for the token after the first draft, and so on until the first
+    draft that the grammar forbids. `error` says why no token may come after the output.
 
     Args:
         output: tokens that were generated before the request came here.

@@ -129,7 +129,7 @@ class Engine:
         self._inbox.put(lambda: self._add(request))
 
     def remove(self, key: Key) -> None:
-        """Drop a request. After its `Removed` event the engine does not touch its blocks any more."""
+        """Drop a request. The engine may touch the request's blocks until its event `Removed`."""
         self._inbox.put(lambda: self._scheduler.remove(key))
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:

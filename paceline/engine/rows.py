@@ -69,7 +69,7 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len + max_drafts] has the context of each row and after it the row's drafts. There are
+    `token_ids` int32 [count, max_len + max_drafts] has the context of each row, followed by the row's drafts. There are
     lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
     `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
     `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no more
@@ -136,7 +136,7 @@ class Rows:
             self._gathered.clear()
 
     def form(self, chunks: Sequence[Chunk]) -> Inputs:
-        """Form the inputs of a step. They have no tokens of a row whose request has ended."""
+        """Form the inputs of a step. Tokens of rows whose request has ended are left out."""
         spans: list[Span] = []
         for chunk in chunks:
             row, start, count = chunk.row, chunk.start, chunk.length

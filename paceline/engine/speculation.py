@@ -66,7 +66,7 @@ class StepCost:
 
 
 class Speculation:
-    """The chooser of the number of drafts for the requests of one worker.
+    """Chooses the number of tokens to draft for each request of one worker, by measured times.
 
     Args:
         most: largest number of drafts of one request in one step; 0 turns drafting off.
@@ -85,7 +85,7 @@ class Speculation:
         self._next_probe = 0
 
     def newcomer(self) -> Acceptance:
-        """Return the acceptance of a new request: the average rate of all requests."""
+        """Return the acceptance with which a new request begins: the average rate of all requests."""
         rate = self._typical.rate
         return Acceptance(rate, 1.0 - rate)
 

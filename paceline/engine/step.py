@@ -62,7 +62,7 @@ class RowAssigned:
 
     row: int
     token_ids: list[int]
-    """The context so far: prompt, then output."""
+    """Tokens of the context so far: the prompt, then the output."""
     prompt_len: int
     drafter_len: int
     """Number of tokens whose KV is in the blocks of the drafter's groups."""
@@ -73,7 +73,7 @@ class RowAssigned:
     tables: list[list[int]]
     """[groups][blocks]: slots of the pool."""
     capacity: int
-    """Tokens that fit into the blocks."""
+    """Number of tokens of the context that fit into the blocks."""
     media: tuple[MediaSpan, ...] = ()
     """Spans of media in the context. A `RowEncoded` with the slots of its encoding follows for each span."""
 
@@ -97,7 +97,7 @@ class RowExtended:
     tables: list[list[int]]
     """The whole new block tables: [groups][blocks]."""
     capacity: int
-    """Tokens that fit into the blocks."""
+    """Number of tokens of the context that fit into the blocks."""
 
 
 RowUpdate = RowAssigned | RowExtended | RowEncoded

@@ -118,7 +118,7 @@ class Qwen3VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncodersConfig:
-    """The encoders of a model."""
+    """The configurations of a model's encoders, one for each kind of media that the model reads."""
 
     hidden_size: int
     """Number of elements of the text model's hidden states."""

@@ -52,7 +52,7 @@ class Router:
         correction: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Router:
-        """Take the matrix, and a bias if the experts have one, from a checkpoint."""
+        """Take the router's matrix from a checkpoint, and its bias if the experts have biases."""
         sizes = experts_of(config)
         weight = kernels.pack(weights.take(f"{place}.weight", sizes.count, config.hidden_size))
         bias = weights.take(f"{place}.bias", sizes.count) if sizes.bias else None

@@ -104,7 +104,7 @@ class _Work:
         """Set when all files are whole, or one has failed."""
 
     def run(self) -> None:
-        """Download files until none is left, one has failed, or `stop` is set."""
+        """Download files until no file is left, a file has failed, or `stop` is set."""
         from huggingface_hub import hf_hub_download
 
         while not self.stop.is_set():

@@ -16,7 +16,7 @@ from paceline.models.model_config import LayerType, ModelConfig, Rope
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of a step's positions: fp32 [tokens, head_dim]."""
+    """Cosines and sines of the angles at a step's positions: fp32 [tokens, head_dim] each."""
 
     cos: Tensor
     sin: Tensor

@@ -64,12 +64,14 @@ class CachePolicy(BlockRanking):
 
     @final
     def blocks(self) -> Collection[Block]:
-        """Return all reusable blocks."""
+        """Return all blocks that requests could reuse now, in use or not."""
         return self._blocks.values()
 
     @final
     def insert(self, name: Name, place: Place = NOWHERE) -> None:
-        """Add a block, which can be read from now on and is in use. Raises ValueError if the name is known already."""
+        """Add a block that can be read from now on, and mark it as in use. Raises ValueError if the name is known
+        already.
+        """
         if name in self._blocks:
             raise ValueError(f"{name} is here already")
         self._clock += 1

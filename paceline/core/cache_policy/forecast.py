@@ -74,8 +74,8 @@ class Forecast(CachePolicy):
 
     - Blocks that were requested again stay longer than blocks that were not.
     - If blocks are requested in a cycle, the newest are evicted.
-    - Blocks with a hint form classes of their own, by the time that the hint promises and by how often other hints of
-      its source came true. So a hint counts as much as earlier hints of its kind have proved to be worth.
+    - Blocks with a hint form classes of their own, by the time in the hint and by the share of its source's hints that
+      came true. So a hint counts as much as earlier hints of its kind have proved to be worth.
     - Before anything is known, blocks with a hint are evicted last. Among the others, the least often used blocks are
       evicted first, and among them the least recently used.
 

@@ -19,7 +19,9 @@ _PRIOR = 16.0
 _WEIGHT = 4096.0
 """When the counts of a source reach this sum, they are halved, so that newer hints weigh more."""
 _SOURCES = 1024
-"""Largest number of sources to remember. The one that has been silent longest is forgotten first, and counts as new."""
+"""Largest number of sources to remember. The source without hints for the longest time is forgotten first, and later
+counts as new.
+"""
 
 REMEMBERED = 1 << 16
 """Least number of block uses to remember. A small cache must also learn how long blocks wait that it cannot keep."""
@@ -43,12 +45,13 @@ _FEW = 2
 continued.
 """
 _BACKGROUND = 3
-"""A block that only one request has used, and this request was less urgent than usual."""
+"""The class of a block that only one request has used, if this request was less urgent than usual."""
 _AGAIN = 3
 """A block that was requested again has class _AGAIN plus its range, which is at least 1."""
 _HINTED = _AGAIN + _RANGES
-"""The first class of blocks with a hint. There is one for each range of times, level of belief in the source, and range
-of uses."""
+"""The first class of blocks with a hint. There is one class for each combination of a range of times, a level of belief
+in the source, and a range of uses.
+"""
 _TIMES = (60.0, 900.0)
 """Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
 _TRUSTED = 0.125
@@ -110,7 +113,7 @@ class _Memory:
     again: int = 0
     """Number of requests for the block after the first, whether it was cached or not."""
     goes_on: bool = False
-    """Whether the block was new in a context that continues an earlier one."""
+    """Whether the block was new in a context that continues an earlier context."""
     here: bool = True
     source: bytes | None = None
     """The source of a hint that has neither come true nor lapsed yet; None if there is no such hint."""

@@ -122,9 +122,9 @@ class Builder(ABC):
         return self._anything
 
     def ways_of(self, scalars: Scalars) -> list[Sequence[Element]]:
-        """Return the ways to write one of these scalars, as few terminals as possible.
+        """Return alternatives that together match any of these scalars, with as few terminals as possible.
 
-        A lexer takes the longest text that a terminal matches, so one of several terminals could hide another.
+        A lexer takes the longest text that any terminal matches, so one of several terminals could hide another one.
         """
         ways: list[Sequence[Element]] = [[rule, *self.end()] for rule in scalars.rules]
         merged = list(scalars.plain)

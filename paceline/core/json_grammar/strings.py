@@ -65,7 +65,7 @@ class Quoting:
 
     escaping: Escaping
     before: str = ""
-    """A regular expression for the text's prefix, which is also part of terminals."""
+    """A regular expression for the text's prefix, which terminals include, unlike marks."""
     after: str = ""
     mark: str = ""
     """A regular expression for the marks before and after the text, which only `marked` adds; "" without marks."""
@@ -137,7 +137,9 @@ class Quoting:
         return _briefly(self, text) if briefly else _constant(self, text)
 
     def excluded(self, texts: Iterable[str]) -> tuple[str, bool]:
-        """Return a terminal for all spellings of the given texts, with False: other texts must not match it."""
+        """Return (terminal, False), where the terminal matches all spellings of the given texts, which are not
+        allowed.
+        """
         return self.whole(f"({'|'.join(self.spelled(text, every_way=True) for text in texts)})"), False
 
 

@@ -140,7 +140,7 @@ class _Service:
 
     mean: float
     tail: float
-    """Service time at the percentile of the objective, in seconds."""
+    """Service time of a request at the objective's percentile, in seconds."""
     variability: float
     """(1 + squared coefficient of variation) / 2: 1 for exponential times, 1/2 for constant ones."""
 

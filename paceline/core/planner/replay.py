@@ -117,7 +117,7 @@ def replay(lines: Iterable[str]) -> Iterator[Replayed]:
     After a decision that differs, the replay continues with its own state.
 
     Raises:
-        InvalidRequestError: a line is no line of a record; the message has its number.
+        InvalidRequestError: a line does not belong in a record; the message has the line's number.
     """
     planner: Planner | None = None
     for number, line in enumerate(lines, 1):

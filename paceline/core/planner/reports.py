@@ -134,7 +134,7 @@ class Report:
     """
     workers: tuple[WorkerReport, ...]
     roles: Mapping[Role, RoleReport]
-    """Every role that this fleet may have."""
+    """The present state of every role that this fleet may have."""
     traffic: Mapping[str, Traffic]
     """The requests of the last interval, by their class."""
     traffic_age: float = 0.0

@@ -69,7 +69,7 @@ class StepFit:
     loads: Mapping[str, Observed] = field(default_factory=dict)
 
     def observe(self, batch: Iterable[Steps]) -> StepFit:
-        """Return the fit with the steps of one worker's report added."""
+        """Return a fit that also includes the steps of one worker's report."""
         loads = dict(self.loads)
         for steps in batch:
             if steps.seconds.count and steps.tokens > 0:

@@ -56,14 +56,14 @@ class WeightFormat(Protocol):
     """
 
     name: ClassVar[str]
-    """The format in a few words, for people."""
+    """Name of the format in a few words, for messages."""
     marks: ClassVar[Sequence[str]]
     """Ends of tensors' names. A quantized matrix has one of these tensors, and no other matrix has any."""
     unread: ClassVar[Sequence[str]]
     """Ends of the names of tensors that are not read, such as scales of activations."""
 
     def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
-        """Return the tensors of a matrix [out, in], by a name for `decode`.
+        """Return the tensors that the file has for a matrix [out, in], by the names that `decode` expects.
 
         Args:
             matrix: the name of the matrix without its end ".weight".
