@@ -31,7 +31,7 @@ def match_prefix(
     Args:
         layout: the layout of KV or of encodings.
         links: the links of the context.
-        max_tokens: the most tokens to reuse.
+        max_tokens: largest number of tokens to reuse.
         tails: tails of the context, in any order.
 
     Returns:

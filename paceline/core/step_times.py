@@ -247,7 +247,7 @@ class Profile(_Value):
     token_bytes: float = Field(gt=0)
     """Number of bytes of KV that one token takes."""
     host_tokens: Tokens = 1 << 20
-    """Tokens of KV that the arena of one host holds."""
+    """Number of tokens whose KV fits into the arena of one host."""
     prefill: WorkerTimes
     decode: WorkerTimes
     """Times of decode workers. In a fleet that is not disaggregated, they are the times of all workers."""

@@ -36,9 +36,9 @@ class Standing:
     is_ready: bool = True
     """Whether the worker takes work. A worker that is starting takes none."""
     running: int = 0
-    """Requests that the worker runs, including those that wait for blocks."""
+    """Number of requests that the worker runs, including requests that wait for blocks."""
     queued_tokens: int = 0
-    """Prompt tokens that the worker has accepted and not computed yet."""
+    """Number of prompt tokens that the worker has accepted and not computed yet."""
     numerics: Numerics | None = None
     """Numerics of the worker; None if unknown. Unknown numerics count as different from those of all other workers."""
 

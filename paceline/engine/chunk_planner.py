@@ -21,8 +21,9 @@ LOOKAHEAD_TOKENS = 16
 """A request asks for more blocks when fewer tokens than this fit into its blocks, so that the answer comes in time."""
 
 LAST_CHUNK_TOKENS = 128
-"""Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
-has to wait only for this chunk."""
+"""Number of tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step,
+the other host has to wait only for this chunk.
+"""
 
 
 class ChunkPlanner:

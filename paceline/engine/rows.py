@@ -70,10 +70,10 @@ class Rows:
     """The state of up to `count` requests.
 
     `token_ids` int32 [count, max_len + max_drafts] has the context of each row, followed by the row's drafts. There are
-    lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
-    `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
-    `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no more
-    drafts of a draft model, because the model has computed NaN for it.
+    lists with one number for each row: `lengths` and `drafts`, the numbers of tokens of the context and of drafts after
+    it; `limits`, the largest number of tokens that the context may have; `capacities`, the number of tokens that fit
+    into its blocks; `drafter_lengths`, the number of tokens whose KV a draft model has computed; `undraftable`, whether
+    the row gets no more drafts of a draft model, because this model has computed NaN for the row.
 
     A forward pass fills the CPU's caches with weights, so the first call of any function after it is slow. Therefore
     the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.

@@ -26,7 +26,7 @@ from paceline.models.durable import write_durably
 from paceline.models.file_lock import file_lock
 
 _PIECE = 4 << 20
-"""Bytes that one thread reads and hashes at a time."""
+"""Number of bytes that one thread reads and hashes at a time."""
 _MOST_THREADS = 8
 _REMEMBERED_BYTES = 1 << 20
 """Size in bytes from which digests are remembered. Smaller files are read at each start, which takes a millisecond."""

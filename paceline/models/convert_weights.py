@@ -25,7 +25,7 @@ from paceline.models.safetensors_writer import TensorEntry, write_safetensors
 
 _MOST_THREADS = 8
 _PIECE = 1 << 20
-"""Numbers that one thread converts at a time."""
+"""Number of elements that one thread converts at a time."""
 
 Rows = np.ndarray[Any, Any]
 Watch = Callable[[int, int], None]

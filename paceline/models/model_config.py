@@ -55,7 +55,7 @@ class Rope:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest context for which YaRN scales the angles; 0 if it does not scale them."""
+        """Number of tokens of the longest context for which YaRN scales the angles; 0 if it does not scale them."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
@@ -74,7 +74,7 @@ class Latent:
     rotated_dim: int
     """Dimensions of a head's query and key that are rotated. They follow the dimensions that are not rotated."""
     value_dim: int
-    """Dimensions of a head's value."""
+    """Number of dimensions of a head's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class Gemma4Config:
     layer_input_size: int
     """Size of the per-layer embedding of a token; 0 if the model has none."""
     layer_input_vocab_size: int
-    """Rows of the table of per-layer embeddings."""
+    """Number of rows of the table of per-layer embeddings."""
 
 
 @dataclass(frozen=True, slots=True)

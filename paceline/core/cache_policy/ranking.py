@@ -19,7 +19,8 @@ class Place(NamedTuple):
     """The block before this one, without which this one cannot be reused. The parent is never evicted before this one.
     """
     end_tokens: int = 0
-    """Tokens of the context up to the end of the block. A block with more tokens before it costs more to compute again.
+    """Number of tokens of the context up to the end of the block. A block with more tokens before it costs more to
+    compute again.
     """
     priority: int = 0
     """Priority of the request; lower is more urgent, as in the API."""

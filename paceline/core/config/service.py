@@ -13,7 +13,7 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 KV_TOKENS = 24 * 1024
-"""Tokens for which KV memory of the size "auto" has room."""
+"""Number of tokens for which KV memory of the size "auto" has room."""
 
 Quantization = Literal["auto", "none", "int8", "gguf"]
 """Format of a model's matrices in memory, as the user chooses it."""

@@ -41,7 +41,7 @@ class Places:
 
     max_seqs: float
     kv_tokens: float
-    """Tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
+    """Number of tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:

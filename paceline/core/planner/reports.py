@@ -47,7 +47,7 @@ class WorkerReport:
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
-    """Prompt tokens that the worker has accepted and not computed yet."""
+    """Number of prompt tokens that the worker has accepted and not computed yet."""
     max_seqs: int = 1
     """Largest number of requests that the worker runs at the same time."""
     kv_pressure: float = 0.0
@@ -61,7 +61,9 @@ class WorkerReport:
     flips_to: tuple[Role, ...] = ()
     """Roles that the worker can take without a restart."""
     loss: float = 0.0
-    """Tokens that would be computed again if this worker ended. The worker with the least loss leaves first."""
+    """Number of tokens that would have to be computed again if this worker ended. The worker with the least loss leaves
+    first.
+    """
     steps: tuple[Steps, ...] = ()
 
 
@@ -103,13 +105,13 @@ class Traffic:
     refused: int = 0
     """Number of requests that were rejected because there was no room."""
     waiting: int = 0
-    """Requests that wait for a worker now, at the end of the interval."""
+    """Number of requests that wait for a worker now, at the end of the interval."""
     oldest_wait: float = 0.0
     """Seconds for which the request that has waited longest has waited."""
     prompt_tokens: Distribution = field(default_factory=Distribution)
     """Lengths of the prompts that arrived, in tokens."""
     cached_tokens: int = 0
-    """Tokens of started prompts that were found in caches."""
+    """Number of tokens of started prompts that were found in caches."""
     started_tokens: int = 0
     """Number of tokens of all prompts that were started. `cached_tokens` are a part of them."""
     answer_tokens: Distribution = field(default_factory=Distribution)

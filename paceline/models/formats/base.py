@@ -120,7 +120,9 @@ def object_field(config: Json, name: str, field: str) -> Json:
 
 
 def is_in_order(groups_of_inputs: Tensor, group: int) -> bool:
-    """Return whether input i belongs to group i // group. Some writers store only zeros if this is so."""
+    """Return whether each input i belongs to group i // group, or all entries are 0, as some writers store this
+    order.
+    """
     in_order = groups_of_inputs.new_tensor(range(len(groups_of_inputs))) // group
     return bool((groups_of_inputs == in_order).all() or (groups_of_inputs == 0).all())
 

@@ -149,7 +149,7 @@ def combine(
     SINKS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile)."""
+    """Merge the states of all splits of one row. Grid: (tiles, kv_heads, largest number of rows of a tile)."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     tile = tiles + 3 * tl.program_id(0)
     request, first_row = tl.load(tile), tl.load(tile + 1)
