@@ -16,14 +16,14 @@ class Counts(NamedTuple):
     total: int
     free: int
     held: int
-    """Slots that are referenced, but by no lease in flight."""
+    """Slots with references only from leases that are not in flight."""
     in_flight: int
     """Slots referenced by a lease that is changing hands, or by an ended lease that a worker may still touch."""
     cached: int
     """Slots of sealed, unreferenced blocks. A request may reuse such a block; it is evicted when room is needed."""
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the counts as figures, then the share of slots that requests use."""
+        """Yield one sample for each count, then one for the share of slots that requests use, from 0 to 1."""
         for name, count in self._asdict().items():
             yield Sample(f"blocks_{name}", count)
         if self.total:

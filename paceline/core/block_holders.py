@@ -10,19 +10,19 @@ from paceline.core.prefix import HostSet, match_prefixes
 
 
 class BlockHolders:
-    """For each block of one layout, the hosts that have cached it. Hosts have numbers; low ones take less memory."""
+    """The hosts that have cached each block of one layout. Hosts have numbers from 0; low numbers take less memory."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout = layout
         self._holders: tuple[dict[bytes, HostSet], ...] = tuple({} for _ in layout.all_groups)
-        """For each group, the hosts that hold each block. Blocks without holders are left out."""
+        """For each group, a map from a block's name to the hosts that have it. Blocks that no host has are left out."""
 
     def apply(self, host: int, events: Iterable[tuple[str, int, bytes]]) -> None:
         """Note blocks that became or ceased to be reusable on a host.
 
         Args:
             host: number of the host, from 0.
-            events: `BlockEvent`s, or tuples with the same values.
+            events: `BlockEvent`s, or tuples with the same three values.
         """
         bit = 1 << host
         for op, group, name in events:
@@ -37,15 +37,18 @@ class BlockHolders:
                 holders.pop(name, None)
 
     def cached_tokens(self, links: Sequence[bytes], most: int, tails: Sequence[Tail] = ()) -> dict[int, int]:
-        """Return, for each host, the number of a context's first `most` tokens that are cached. Hosts without any are
-        left out.
+        """Return the length of the longest cached prefix by host number, in tokens. Hosts that have none are left out.
 
         Args:
             links: the links of the context.
+            most: largest number of tokens of the context to reuse.
             tails: tails of the context that may be cached.
         """
         return match_prefixes(self.layout, self._holders, links, most, tails)
 
     def cached_rows(self, links: Sequence[bytes], rows: int) -> dict[int, int]:
-        """Return the same for the rows of an encoding. Raises InvalidRequestError if the layout has no encodings."""
+        """Return how many of an encoding's first `rows` rows each host has cached. Hosts that have none are left out.
+
+        Raises InvalidRequestError if the layout has no encodings.
+        """
         return match_prefixes(self.layout.part(encoding=True), self._holders, links, rows)

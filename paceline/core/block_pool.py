@@ -16,7 +16,7 @@ _EVENTS_KEPT = 1 << 16
 
 
 class BlockEvent(NamedTuple):
-    """A block began or ceased to be reusable."""
+    """The event that a block became reusable, or ceased to be reusable."""
 
     op: Literal["stored", "removed"]
     group: int
@@ -114,7 +114,9 @@ class BlockPool:
         self._policy.touch(names, priority)
 
     def take_over(self, slots: Sequence[int]) -> None:
-        """Give cached blocks to one request, which may change them, with one reference each. They lose their names."""
+        """Give cached blocks to one request, with one reference each. The blocks lose their names, so the request may
+        change them.
+        """
         names = [self._name(slot) for slot in slots]
         for name in names:
             self._policy.remove(name)
@@ -125,11 +127,11 @@ class BlockPool:
         self._referenced += len(slots)
 
     def is_used(self, slot: int) -> bool:
-        """Return whether a request has a reference to a block."""
+        """Return whether any request refers to the block in this slot."""
         return self._references[slot] > 0
 
     def expect(self, group: int, digest: bytes, hint: Hint) -> None:
-        """Note a hint about the reusable block with this name, if there is one."""
+        """Note a hint about the reusable block with this name. Do nothing if the pool has no such block."""
         self._policy.expect((group, digest), hint)
 
     @property
@@ -137,7 +139,7 @@ class BlockPool:
         return self._policy.hint_counts
 
     def share(self, slots: Iterable[int]) -> None:
-        """Add a reference to each of some blocks that have at least one already, whether they are sealed or not."""
+        """Add one reference to each of these blocks, sealed or not. Every block must have a reference already."""
         for slot in slots:
             assert self._references[slot]
             self._references[slot] += 1
@@ -208,7 +210,7 @@ class BlockPool:
         return self._drop(names)
 
     def take_events(self) -> list[BlockEvent]:
-        """Return the events since the last call, oldest first. If there were more than 65,536, the oldest are lost."""
+        """Return the events since the last call, oldest first. Of more than 65,536 events, the oldest are lost."""
         events = list(self._events)
         self._events.clear()
         return events

@@ -36,7 +36,7 @@ RENAMED: dict[type[Options], dict[str, str]] = {
     KVTransferConfig: {"kv_tier_memory": _TIER},
     WorkerConfig: {"kv_memory": "the size of a worker's own pool is --kv-pool-memory now"},
 }
-"""Options of earlier releases, by name, each with a hint that says what to write now."""
+"""For each service, its options of earlier releases by name, each with a hint that names the present option."""
 
 
 def load_config(cls: type[Config], table: str, file: Path | None, flags: Mapping[str, Any]) -> Config:

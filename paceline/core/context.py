@@ -38,14 +38,14 @@ _ID_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ContextRoot:
-    """Everything that the KV of every token of a context depends on, besides the tokens."""
+    """The properties of a context on which the KV of all of its tokens depends, besides the tokens themselves."""
 
     layout: str
     """Fingerprint of the KV layout: model, weights, dtype and shapes."""
     cache_salt: str = ""
     """Contexts with different salts share no block, except for those of shared tokens, whose root has no salt."""
     encoding: bytes = b""
-    """Digest of an encoder's input if the blocks have its encoding rather than KV."""
+    """Digest of an encoder's input if the blocks hold the encoding of this input; empty if they hold KV."""
 
     def digest(self) -> bytes:
         parts = (self.layout, self.cache_salt, self.encoding) if self.encoding else (self.layout, self.cache_salt)
@@ -58,9 +58,11 @@ class Tail(NamedTuple):
     """
 
     length: int
-    """Tokens of the context before the place."""
+    """Number of tokens of the context before the place."""
     name: bytes
-    """Name of these tokens, see `Context.name`. Every partial block that ends at this place has this name."""
+    """Name of the tokens before the place, from `Context.name`. Every partial block that ends at the place has this
+    name.
+    """
 
 
 class Context:
@@ -71,7 +73,7 @@ class Context:
 
     Args:
         token_ids: the tokens so far. The list is copied.
-        cache_salt, encoding: see `ContextRoot`.
+        cache_salt, encoding: the fields of `ContextRoot`.
         media: runs of placeholder tokens, in order and apart from each other.
         shared_tokens: number of tokens at the front whose links do not depend on the salt, a multiple of `BASE_TOKENS`.
     """
@@ -122,13 +124,15 @@ class Context:
         """Return the name of a block's content while only the first `length` tokens of the context are computed.
 
         Args:
-            block: index of the block in the sequence. It may be partly filled.
+            block: index of the block in the sequence. The block may be partly filled.
         """
         end = (block + 1) * layout.groups[group].block_tokens
         return self.name(layout.fingerprint, min(end, length))
 
     def tails(self, layout: str, lengths: Iterable[int]) -> list[Tail]:
-        """Return the tails after these numbers of tokens. Lengths beyond the context are left out."""
+        """Return one tail for each of these lengths, which are numbers of tokens. Lengths beyond the context are left
+        out.
+        """
         return [Tail(length, self.name(layout, length)) for length in lengths if 0 < length <= len(self.token_ids)]
 
     def _parent(self, layout: str, links: Sequence[bytes]) -> bytes:
@@ -177,7 +181,7 @@ def encoding_context(digest: bytes, length: int, cache_salt: str, layout: KVLayo
     """Return the context of an encoding, rounded up to full blocks. Its last link names the whole encoding.
 
     Args:
-        digest: name of the encoder's input; see `MediaInput.digest`.
+        digest: name of the encoder's input, from `MediaInput.digest`.
         length: rows of the encoding.
         layout: a layout with encodings.
     """

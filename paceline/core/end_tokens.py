@@ -13,7 +13,7 @@ from paceline.core.model_folder import read_object
 
 
 def special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of a model's special tokens by their names, such as "eos_token".
+    """Return a map from names of special tokens, such as "eos_token", to their texts in this model.
 
     Args:
         settings: the content of tokenizer_config.json, which has precedence over special_tokens_map.json.
@@ -27,7 +27,9 @@ def special_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_value(config: Mapping[str, Any], name: str) -> Any:
-    """Return a value of config.json. Multimodal models have the language model's values in `text_config`."""
+    """Return a value of config.json; None if it is missing. Multimodal models have the values of the language model in
+    `text_config`.
+    """
     value = config.get(name)
     return value if value is not None else (config.get("text_config") or {}).get(name)
 
@@ -40,7 +42,8 @@ def end_token_ids(
     Args:
         generation: the content of generation_config.json.
         model: the content of config.json.
-        own: id of the tokenizer's `eos_token`.
+        tokenizer_end: id of the tokenizer's `eos_token`; None if it has none.
+        vocab_size: number of tokens that the model knows. Ids from this number on are left out.
 
     Raises:
         ModelError: a file has a value that is not an id.
@@ -61,7 +64,7 @@ _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 
 
 def read_end_token_ids(folder: Path, tokenizer: str) -> frozenset[int]:
-    """Return the ids of the tokens that end an answer, without reading the whole tokenizer, which has megabytes.
+    """Return the ids of the tokens that end an answer, without reading the whole tokenizer, which is megabytes of text.
 
     Args:
         tokenizer: the content of tokenizer.json.

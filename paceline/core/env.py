@@ -19,7 +19,9 @@ def default_cache_dir() -> Path:
 
 
 def api_keys() -> tuple[str, ...]:
-    """Return the keys in $PACELINE_API_KEY, which are separated by commas. In a command line others could see them."""
+    """Return the keys in $PACELINE_API_KEY, which are separated by commas. They are no flag, because other users can
+    see command lines.
+    """
     return listed(os.environ.get("PACELINE_API_KEY", ""))
 
 
@@ -39,7 +41,7 @@ def visible_gpus() -> str | None:
 
 
 def with_gpu(name: str) -> dict[str, str]:
-    """Return the environment of a child process that uses one GPU."""
+    """Return this process's environment with $CUDA_VISIBLE_DEVICES set to one GPU, for a child process."""
     return {**os.environ, "CUDA_VISIBLE_DEVICES": name}
 
 
@@ -49,7 +51,7 @@ def exports_traces() -> bool:
 
 
 def kubernetes_api() -> str | None:
-    """Return host:port of the API server of the Kubernetes cluster in which this process is a pod; None elsewhere."""
+    """Return host:port of the Kubernetes API server if this process is in a pod; None otherwise."""
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
     return f"[{host}]:{port}" if host and ":" in host else f"{host}:{port}" if host and port else None
 
@@ -80,7 +82,7 @@ def share_cores() -> None:
 
 
 def quiet_grpc() -> None:
-    """Keep gRPC from logging that a peer has ended, and from acting in forked processes, unless the user wants it.
+    """Keep gRPC from logging that a peer has ended, and from acting in forked processes. Settings of the user stay.
 
     Must be called before gRPC is imported. No failure is lost: each raises an error, which our own code logs. A forked
     process here only starts another program, whose standard error would show gRPC's messages.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 
 class PacelineError(Exception):
-    """The base of all errors that a user may see. `str(error)` is one clear sentence."""
+    """The base of all errors that a user may see. `str(error)` is one sentence for the user."""
 
 
 class ConfigError(PacelineError):
-    """A flag or a TOML file is wrong, or does not go with the model folder or the machine."""
+    """A flag or a TOML file is wrong, or contradicts the model folder or the machine."""
 
 
 class ModelError(PacelineError):
@@ -35,7 +35,7 @@ class ConstraintError(InvalidRequestError):
 
 
 class BusyError(PacelineError):
-    """Raised if there is no room now. The same request may succeed later."""
+    """The service has no room for the request now. The same request may succeed later."""
 
 
 class UnavailableError(PacelineError):

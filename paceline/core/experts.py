@@ -19,15 +19,17 @@ class Routing:
     """
 
     top_k: int
-    """Experts of a token."""
+    """Number of experts that compute each token."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """The function from logits to scores, which are the weights of experts."""
     normalize: bool = False
     """Whether the weights of the chosen experts are divided by their sum."""
     groups: int = 1
-    """Equal parts of the experts, in order. Only experts of the `top_groups` best groups can be chosen."""
+    """Number of equal groups into which the experts are divided, in order. Only experts of the `top_groups` best groups
+    can be chosen.
+    """
     top_groups: int = 1
     group_score: Literal["max", "top2"] = "max"
-    """The score of a group: that of its best expert, or the sum of its two best."""
+    """The score of a group: the score of its best expert, or the sum of the scores of its two best experts."""
     factor: float = 1.0
-    """Factor on all weights."""
+    """Factor by which the weights of all chosen experts are multiplied."""

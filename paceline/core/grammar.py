@@ -24,7 +24,9 @@ from paceline.core.json_grammar.strings import quoted
 from paceline.core.types import ConstraintKind
 
 MAX_TEXT_BYTES = 128 << 10
-"""Largest size of a constraint's text. The slowest schema of this size, with 4,000 properties, compiles in 2 s."""
+"""Largest size of a constraint's text in bytes. The slowest schema of this size, with 4,000 properties, compiles in 2
+s.
+"""
 
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -51,12 +53,12 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 other kinds cannot cause it."""
 
 OPTIONS = "x-guidance"
-"""A keyword at the root of a schema with options that the gateway sets; see `_options`."""
+"""Name of the keyword at the root of a schema that holds options from the gateway, which `_options` reads."""
 
 _LONGEST_INTEGER = 400
 
 _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _LONGEST_INTEGER else float(digits))
-"""A decoder that accepts integers of thousands of digits, as JSON does. Python's own refuses them."""
+"""A decoder that accepts integers of thousands of digits, as JSON does. Python's own decoder refuses such integers."""
 
 _SCHEMA = re.compile(
     r"""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 
 NO_TOKEN = "no token is possible"
-"""Message of Paceline's own for a mask that allows no token."""
+"""Paceline's own error message for a mask that allows no token."""
 
 TOO_SLOW = (
     "to find the tokens that may come next takes too long; make it simpler: fewer optional properties, or rules with "
     "one way to read a text, such as a: a b | b in place of a: a a | b"
 )
-"""A message of our own, for masks that take too much time; see `engine.constraint`."""
+"""Paceline's own error message for a mask that takes too long to compute; `engine.constraint` has the limit."""
 
 MAX_DEPTH = 120
 """Largest number of levels of objects and lists in a schema. The library's parser of JSON stops at 128."""
@@ -19,8 +19,8 @@ MAX_DEPTH = 120
 TOO_DEEP = f"it is nested too deeply; objects and lists can be at most {MAX_DEPTH} levels deep"
 
 _LISTING = re.compile(r"\n *\d+ \| .*", re.DOTALL)
-"""The source lines around a mistake. They are cut off, because some of them come from our translation and not from the
-user.
+"""The source lines around a mistake. They are cut off, because some lines come from Paceline's translation and not from
+the user.
 """
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPING = re.compile(r'invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)

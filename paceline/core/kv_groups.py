@@ -9,11 +9,12 @@ from paceline.core.kv_layout import BASE_TOKENS, MOST_STATE_TOKENS, STATE_WINDOW
 _MOST_STATE_GROUPS = 32
 
 _ITEMSIZE = 2
-"""Bytes of a cached element when layers are divided into groups. The true size is not known there. It matters little,
-because only the size of one group relative to another counts."""
+"""Bytes of a cached element that the division into groups assumes, because the true size is not known yet. The
+assumption matters little, because only the ratio between the sizes of groups counts.
+"""
 
 _MOST_PARTS = 16
-"""A group is divided into about this many parts at most."""
+"""Largest number of parts, approximately, into which a group is divided."""
 
 _GROUP_PRICE = 1 / 200
 """Share of the cache's memory that one more group must save, because it has block tables and block names of its own."""
@@ -52,7 +53,8 @@ def _divided(shapes: tuple[GroupShape, ...], room: int) -> tuple[GroupShape, ...
 def state_groups(
     name: str, layers: Sequence[int], state: tuple[tuple[int, ...], ...], others: Sequence[GroupShape]
 ) -> tuple[GroupShape, ...]:
-    """Return state groups for recurrent layers. Each has so few layers that `others` can fill slots of its size.
+    """Return state groups for recurrent layers. Each group has so few layers that blocks of `others` can fill slots of
+    its size.
 
     Args:
         state: shapes of the parts of one layer's state.

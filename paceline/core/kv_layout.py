@@ -5,13 +5,13 @@ layers of one group, contiguous in memory:
 
     [layers, 2 (keys, values), kv_heads, block_tokens, head_dim]
 
-Layers that cache one latent vector for each token, which is key and value at once, have one plane instead of two.
+Layers that cache one latent vector for each token, which serves as key and value, have one plane instead of two.
 
 The layers of a *state group* are recurrent. Instead of keys and values, its blocks hold one state for each layer: the
 state after one of the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the
 token before it, so a state group has a window of two tokens. Only models and kernels know more about states.
 
-The output of an encoder is cached as well. A block of an *encoding* has one row for each token: [block_tokens, hidden].
+The output of an encoder is cached, too. A block of an *encoding* has one row for each token: [block_tokens, hidden].
 
 All blocks are stored in *slots* of one size. A group with fewer bytes per token gets more tokens per block, so that it
 fills its slots well. The rest of a slot is padding, so any combination of groups works. `kv_groups`
@@ -38,7 +38,7 @@ NO_SLOT = 0xFFFFFFFF
 """The entry of a block table for a block that was released or was never needed."""
 
 SLOT_ALIGNMENT = 4096
-"""Alignment of slots in bytes: each begins on a page."""
+"""Alignment of slots in bytes, so that each slot begins on a page of memory."""
 
 STATE_ITEMSIZE = 4
 """Bytes of one element of a state: fp32, whatever the dtype of the model."""
@@ -47,11 +47,12 @@ STATE_WINDOW = 2
 """Window of a state group in tokens: the token itself and the one before, whose state includes all earlier tokens."""
 
 _MOST_TOKENS = 256
-"""Largest number of tokens of a block. Prefixes are reused in whole blocks, so larger ones would reuse too little."""
+"""Largest number of tokens of a block. Prefixes are reused in whole blocks, so larger blocks would reuse too little."""
 
 MOST_STATE_TOKENS = 512
-"""Largest number of tokens of a block if the model has states. A state has the same size however few tokens its block
-has."""
+"""Largest number of tokens of a block if the model has states. The size of a state does not depend on the number of
+tokens of its block.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,17 @@ class GroupShape:
     kv_heads: int
     head_dim: int
     window: int = 0
-    """Sliding window in tokens: a query at position p sees keys at (p - window, p]. 0 means that it sees all keys."""
+    """Sliding window in tokens: a query at position p sees keys at (p - window, p]. 0 means that it sees all keys up to
+    p.
+    """
     drafter: bool = False
     """Whether the layers are a draft model's, whose KV may have fewer tokens than the target model's."""
     state: tuple[tuple[int, ...], ...] = ()
     """Shapes of the parts of one layer's state, for a state group. Such a group has STATE_WINDOW and no heads. All
-    parts but the first are rows, and have one more for each token that may be a draft; see `with_drafts`."""
+    parts but the first have rows, and one more row for each token that may be a draft; see `with_drafts`.
+    """
     planes: int = 2
-    """2 for keys and values; 1 for latent vectors, which are both."""
+    """2 for keys and values; 1 for latent vectors, which serve as both."""
     readers: tuple[tuple[int, int], ...] = ()
     """(layer, source): layers without a cache of their own, and the layer of this group whose cache each one reads."""
 
@@ -81,7 +85,7 @@ class GroupShape:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all layers; 0 if the group has keys and values."""
+        """Bytes of the states of all layers of the group; 0 if the group has keys and values."""
         return len(self.layers) * sum(map(math.prod, self.state)) * STATE_ITEMSIZE
 
     def of_drafter(self, first: int) -> GroupShape:
@@ -91,7 +95,7 @@ class GroupShape:
         return replace(self, name=f"draft-{self.name}", layers=layers, readers=readers, drafter=True)
 
     def divided(self, count: int) -> tuple[GroupShape, ...]:
-        """Return `count` groups that share the layers of this one evenly."""
+        """Return `count` groups among which the layers of this group are divided evenly."""
         if count == 1:
             return (self,)
         bounds = [len(self.layers) * index // count for index in range(count + 1)]
@@ -107,7 +111,9 @@ class GroupShape:
         )
 
     def with_drafts(self, drafts: int) -> GroupShape:
-        """Return this shape with states that can go back by `drafts` tokens, because their blocks keep the inputs."""
+        """Return this shape with states that can go back by `drafts` tokens, because their blocks keep the tokens'
+        inputs.
+        """
         first, rows = self.state[:1], self.state[1:]
         return replace(self, state=first + tuple((count + drafts, *row) for count, *row in rows))
 
@@ -118,11 +124,11 @@ class GroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """A group and the size of its blocks."""
+    """A group of layers, and the size of its blocks."""
 
     shape: GroupShape
     block_tokens: int
-    """A multiple of BASE_TOKENS."""
+    """Number of tokens of a full block: a multiple of BASE_TOKENS."""
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -145,16 +151,20 @@ class KVLayout:
     fingerprint: str
     """A hash of everything that blocks depend on. Two workers may share blocks only if their fingerprints are equal."""
     encodings: KVLayout | None = None
-    """Layout of the blocks of encodings, in the same slots. It has one group. None if the model has no encoders."""
+    """Layout of the blocks of encodings, which are in the same slots and have one group; None if the model has no
+    encoders.
+    """
     parts: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Name and value of everything that the fingerprint covers besides shapes, such as files and their digests. They
-    serve to explain a difference between two fingerprints.
+    """Names and values of everything that the fingerprint covers besides shapes, such as files and their digests.
+    Messages about two different fingerprints name the parts that differ.
     """
     first_group: int = 0
-    """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last one."""
+    """Number of the first group. Numbers are in the names of blocks, and the group of encodings has the last number."""
 
     def part(self, encoding: bool) -> KVLayout:
-        """Return the layout of encodings or of KV. Raises InvalidRequestError if the model has no encoders."""
+        """Return the layout of encodings if `encoding`, else of KV. Raises InvalidRequestError if the model has no
+        encoders.
+        """
         if not encoding:
             return self
         if self.encodings is None:
@@ -163,7 +173,7 @@ class KVLayout:
 
     @property
     def all_groups(self) -> tuple[KVGroup, ...]:
-        """The groups of KV and of encodings, by number."""
+        """The groups of KV, then the group of encodings if there is one, in the order of their numbers."""
         return self.groups if self.encodings is None else self.groups + self.encodings.groups
 
     @property
@@ -173,22 +183,24 @@ class KVLayout:
 
     @property
     def keeps_tails(self) -> bool:
-        """Whether the ends of contexts are cached although they do not fill a block. This is so for models with states,
+        """Whether the ends of contexts are cached although they do not fill a block. True for models with states,
         because their blocks are long.
         """
         return any(group.shape.window == STATE_WINDOW for group in self.groups)
 
     @property
     def token_bytes(self) -> float:
-        """Mean bytes of slots that one more token of a context takes, if no blocks before a window are dropped."""
+        """Average memory in slots for one token of a context, in bytes, if no blocks before a window are dropped."""
         return sum(self.slot_bytes / group.block_tokens for group in self.groups)
 
     def slots_for(self, tokens: int) -> int:
-        """Return the slots for a context of `tokens` tokens, if no blocks before a window are dropped."""
+        """Return the number of slots for a context of `tokens` tokens, if no blocks before a window are dropped."""
         return sum(group.blocks_for(tokens) for group in self.groups)
 
     def arena_slots_for(self, tokens: int) -> int:
-        """Return the slots for a context of `tokens` tokens, and for its encodings if all tokens are placeholders."""
+        """Return the number of slots for a context of `tokens` tokens and for its encodings, if all tokens are
+        placeholders.
+        """
         return sum(group.blocks_for(tokens) for group in self.all_groups)
 
 
@@ -201,7 +213,7 @@ def make_layout(
         shapes: one for each group of the model; at least one.
         itemsize: bytes of one cached element.
         identity: everything else that must be equal before workers may share blocks (model, dtype, version).
-        drafts: most drafts of a request in a step. It changes the layout only if there are states.
+        drafts: largest number of draft tokens of a request in a step. It changes the layout only if there are states.
         encoding_size: elements of one row of an encoding; 0 if the model has no encoders.
     """
     if not shapes:
@@ -236,7 +248,9 @@ def _fingerprint(identity: str, itemsize: int, slot_bytes: int, groups: tuple[KV
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:
-    """Return all slots in block tables, blocks at the end of the context first. So children come before parents."""
+    """Return all slots in block tables, from the end of the context to its beginning, so that children come before
+    parents.
+    """
     placed = [
         (index * group.block_tokens, slot)
         for group, table in zip(groups, tables)

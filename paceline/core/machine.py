@@ -23,7 +23,7 @@ _MEMORY_FILES = (
 )
 
 _NICENESS = 10
-"""Nice value of a thread that yields to others: each of them then gets nine times its CPU time."""
+"""Nice value of a thread that yields to others. Each other thread then gets nine times the CPU time of this one."""
 _LARGE_BYTES = 4 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Constants of glibc's malloc.h."""
@@ -32,10 +32,11 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 def available_memory(root: Path = Path("/")) -> int | None:
     """Return the bytes that this process can allocate without swapping; None if the system does not say.
 
-    This is the least of the host's available memory and the room left in every control group around this process.
+    The result is the least of two kinds of numbers: the host's available memory, and the room left in each control
+    group around this process.
 
     Args:
-        root: folder of /proc and /sys.
+        root: folder that contains /proc and /sys.
     """
     rooms = [_host_memory(root), *map(_room_in_group, _groups(root, "memory"))]
     return min((room for room in rooms if room is not None), default=None)
@@ -48,7 +49,7 @@ def available_cores(root: Path = Path("/")) -> int:
     quota does not count: the threads of a step wait for each other, so all would wait for the thread on that core.
 
     Args:
-        root: folder of /proc and /sys.
+        root: folder that contains /proc and /sys.
     """
     # Not every system has affinities.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -34,7 +34,7 @@ class MediaSpan:
     start: int
     length: int
     digest: bytes
-    """The name of the encoding's input; see `MediaInput.digest`."""
+    """The name of the encoding's input, from `MediaInput.digest`."""
     kind: MediaKind
     grid: Grid | None = None
     """Frames, rows and columns of the placeholder tokens, in models whose positions have three dimensions (M-RoPE).
@@ -51,7 +51,7 @@ class MediaInput:
 
     kind: MediaKind
     length: int
-    """Tokens of the span: rows of the encoding."""
+    """Number of tokens of the span, which is the number of rows of the encoding."""
     dtype: str
     """Name of the elements' type, as in numpy."""
     shape: tuple[int, ...]
@@ -60,6 +60,6 @@ class MediaInput:
 
     @property
     def digest(self) -> bytes:
-        """Hash of everything besides the encoder that decides the encoding."""
+        """Hash of the input. By the same encoder, inputs with equal digests have equal encodings."""
         described = repr((self.kind.value, self.length, self.dtype, self.shape)).encode()
         return hashlib.sha256(described + b"\0" + self.data).digest()[:DIGEST_BYTES]

@@ -18,11 +18,13 @@ class Family:
     """A metric as Prometheus knows it."""
 
     name: str
-    """The name without the prefix `paceline:` and without a suffix such as `_total`."""
+    """Name of the metric without the prefix `paceline:` and without a suffix such as `_total`."""
     help: str
     kind: MetricKind = "counter"
     has_role: bool = True
-    """Whether the role of the service that counts is a label. False if only services of one role count this metric."""
+    """Whether the metric has a label with the role of the service. False if only services of one role count this
+    metric.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,12 +32,12 @@ class Sample:
     """The current value of a figure."""
 
     figure: str
-    """Name in /fleet; empty if the value is shown only as a part of its family."""
+    """Name of the figure in /fleet; empty if the value is shown only as a part of its family."""
     value: float
     family: Family | None = None
     labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
     suffix: str = ""
-    """Ending of the family's name, for the parts of a histogram."""
+    """Ending of the family's name for a part of a histogram, such as "_sum"; empty for other metrics."""
 
 
 def counted(family: Family, **labels: str) -> Any:
@@ -44,7 +46,9 @@ def counted(family: Family, **labels: str) -> Any:
 
 
 def samples_of(counts: Any) -> Iterator[Sample]:
-    """Yield a sample for each field of a dataclass that is a number. The field's name is the name of the figure."""
+    """Yield a sample for each field of a dataclass whose value is a number. The field's name is the name of the
+    figure.
+    """
     for each in dataclasses.fields(counts):
         value = getattr(counts, each.name)
         if isinstance(value, int | float):
@@ -77,7 +81,7 @@ class Histogram:
     """A histogram of durations: the number of durations up to each bound.
 
     Args:
-        figure: name of the measured action. The names of the figures begin with it.
+        figure: name of the measured action. The names of the histogram's figures begin with this name.
         bounds_ms: upper bounds in milliseconds.
     """
 

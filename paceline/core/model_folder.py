@@ -29,7 +29,9 @@ class ModelFiles:
     """Digest of each file by its name, so that a difference can be named."""
 
     def difference(self, others: Mapping[str, str]) -> str:
-        """Return the names of the files that differ from another member's, as far as it reports digests."""
+        """Return the names of the files whose digests differ from those of another member. Digests that the other
+        member does not report are not compared.
+        """
         differing = [name for name, digest in self.digests.items() if others.get(name, digest) != digest]
         return " and ".join(differing) or " or ".join(self.digests)
 
@@ -46,7 +48,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def model_digest(folder: Path) -> str:
-    """Return the digest of the config and the tokenizer in a model's folder, see `ModelFiles`."""
+    """Return `ModelFiles.digest` of a model's folder: the digest of its config and its tokenizer."""
     return read_model_files(folder).digest
 
 

@@ -13,13 +13,16 @@ class Numerics:
     """
 
     instruction_set: str
-    """Instruction set of the native kernels, such as "avx2". For other kernels, their name and what they run on, such
-    as "reference avx2" or "triton sm_90"."""
+    """Instruction set of the native kernels, such as "avx2". For other kernels, their name and the processor or GPU
+    that they run on, such as "reference avx2" or "triton sm_90".
+    """
     dtype: str
     """Type of weights and activations, such as "bfloat16"."""
     quantization: str
     """"int8" if weights were rounded when they were loaded, "gguf" or "checkpoint" if quantized weights of a GGUF file
-    or of the checkpoint are multiplied in integers, else "none". Other products with them have the bits of "none"."""
+    or of the checkpoint are multiplied in integers, else "none". If quantized weights are multiplied as floats, the
+    results have the same bits as with "none".
+    """
     implementation: str = "native"
     """The code that computes the model: "native" for ours, or "transformers" and its version."""
 
@@ -32,6 +35,6 @@ class Numerics:
 def may_differ(before: Numerics | None, now: Numerics | None) -> bool:
     """Return whether tokens may change if a request continues under numerics `now` after `before`. None means unknown.
 
-    If the numerics before are unknown, nothing can be compared, and the answer is no.
+    Returns False if the numerics before are unknown, because nothing can be compared.
     """
     return before is not None and now != before

@@ -28,13 +28,13 @@ def _check_size(text: str, info: ValidationInfo) -> str:
 
 
 Size = Annotated[str, AfterValidator(lambda text, info: text and _check_size(text, info))]
-"""An amount of memory as a user writes it (see `parse_bytes`), or an empty text."""
+"""An amount of memory as a user writes it, for `parse_bytes`, or an empty text."""
 AutoSize = Annotated[str, AfterValidator(lambda text, info: text if text == "auto" else _check_size(text, info))]
 """An amount of memory, or "auto"."""
 
 
 def flag(name: str) -> str:
-    """Return the flag of an option: `max_seqs` is --max-seqs."""
+    """Return the command-line flag of an option: "--max-seqs" for `max_seqs`."""
     return "--" + name.replace("_", "-")
 
 
@@ -52,14 +52,14 @@ def option(
     at_most: float | None = None,
     is_secret: bool = False,
 ) -> Any:
-    """Return the field of an option.
+    """Return the field that declares an option in a subclass of `Options`.
 
     Args:
         help: text of --help and of the reference.
         group: heading in --help under which the option is listed.
         at_least: smallest number that is accepted.
         at_most: largest number that is accepted.
-        is_secret: whether the value may contain a key or a password, and so is never shown.
+        is_secret: whether the value may contain a key or a password. Such a value is never shown.
     """
     extra: dict[str, Any] = {"group": group, "at_least": at_least, "at_most": at_most, "is_secret": is_secret}
     return Field(default, ge=at_least, le=at_most, description=help, repr=not is_secret, json_schema_extra=extra)
@@ -136,7 +136,7 @@ _RANGE_ERRORS = ("greater_than_equal", "less_than_equal", "finite_number")
 
 
 def alternatives(choice: Any) -> str:
-    """Return the values of a Literal as words: a, b or c."""
+    """Return the values of a Literal as words for a message: "a, b or c"."""
     *others, last = map(str, get_args(choice))
     return f"{', '.join(others)} or {last}"
 

@@ -10,14 +10,14 @@ from paceline.core.context import Tail, full_block_names
 from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVGroup, KVLayout
 
 Find = Callable[[int, bytes], int | None]
-"""A function from (group number, hash) to the slot of the block with this name; None if no such block is cached."""
+"""A function that takes a group number and a hash, and returns the slot of the block; None if it is not cached."""
 
 HostSet = int
 """A set of hosts. Bit n is set if the host with the number n is in it."""
 _ALL_HOSTS: HostSet = -1
 
 _BITS = bytes.maketrans(b"01", b"\0\1")
-"""Table from the digits of a binary number to their values."""
+"""Table that turns the characters "0" and "1" into the bytes 0 and 1."""
 
 
 def match_prefix(
@@ -25,13 +25,13 @@ def match_prefix(
 ) -> tuple[int, list[list[int]]]:
     """Return the longest prefix that can be reused.
 
-    It ends at a tail, or on a block boundary of every group. For groups with full attention, all of its blocks are
-    cached. For groups with a window, the blocks that a query after the prefix still reads are cached.
+    The prefix ends at a tail, or on a block boundary of every group. For groups with full attention, all blocks of the
+    prefix are cached. For groups with a window, the blocks that a query after the prefix still reads are cached.
 
     Args:
         layout: the layout of KV or of encodings.
         links: the links of the context.
-        max_tokens: the most tokens to reuse.
+        max_tokens: largest number of tokens to reuse.
         tails: tails of the context, in any order.
 
     Returns:
@@ -92,7 +92,7 @@ def match_prefixes(
     """Return the longest prefix that each of many hosts can reuse, by the rule of `match_prefix`.
 
     Args:
-        layout: as for `match_prefix`, and so are `links`, `max_tokens` and `tails`.
+        layout, links, max_tokens, tails: the arguments of `match_prefix`.
         holders: for each group by its number, the hosts that have cached the block with a name.
 
     Returns:
@@ -162,7 +162,7 @@ def host_numbers(hosts: HostSet) -> Iterator[int]:
 
 
 def lacking_links(layout: KVLayout, find: Find, links: Sequence[bytes]) -> Sequence[bytes]:
-    """Return the links from the end of the longest cached prefix to the end of the longest one that could be reused."""
+    """Return the links of the tokens that follow the longest cached prefix, up to the last full unit of reuse."""
     most = len(links) * BASE_TOKENS // layout.alignment * layout.alignment
     length, _ = match_prefix(layout, find, links, most)
     return links[length // BASE_TOKENS : most // BASE_TOKENS]

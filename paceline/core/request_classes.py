@@ -25,9 +25,9 @@ from paceline.core.errors import ConfigError
 from paceline.core.toml_tables import read_entry
 
 DEFAULT = "default"
-"""Class of the requests whose key names none."""
+"""Name of the class for requests whose API key names no class."""
 BACKGROUND = "background"
-"""Class of the lines of batches. It has no objectives, because nobody waits for an answer."""
+"""Name of the class for the lines of batches. It has no objectives, because nobody waits for an answer."""
 
 _ADVICE = "docs/operations/load.md shows how to write it"
 Seconds = Annotated[float, Field(gt=0, le=86400)]
@@ -35,16 +35,18 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 @dataclass(frozen=True, slots=True)
 class RequestClass:
-    """The promise to requests of one class."""
+    """The objectives and the weight of one class of requests."""
 
     ttft_seconds: float | None = None
     """Longest time to the first token, in seconds; None if there is no objective."""
     itl_seconds: float | None = None
     """Longest time between two tokens, in seconds; None if there is no objective."""
     percentile: float = 0.99
-    """Share of the requests, and of their tokens, that must meet the objectives."""
+    """Share of the requests (TTFT), and of their tokens (ITL), that must meet the objectives, from 0 to 1."""
     weight: float = 1.0
-    """Weight of a key of this class in sharing work with other keys that wait."""
+    """Relative share of the work that an API key of this class gets while requests of several keys wait; higher is
+    more.
+    """
 
 
 Classes = Mapping[str, RequestClass]
@@ -66,7 +68,7 @@ def read_classes(file: str) -> Classes:
     """Return the classes in a TOML file by name; "default" and "background" exist without being named.
 
     Args:
-        file: "" if there is no file.
+        file: path of the TOML file; "" if there is none.
 
     Raises ConfigError if the file cannot be read or is not valid.
     """

@@ -33,9 +33,10 @@ class SpeculativeConfig:
     num_layers: int = _field(0, "number of first layers that draft", "early_layers")
     adaptive: bool = _field(True, "draft fewer tokens, or none, if that is faster")
     rejection_sample_method: RejectionSampleMethod = _field("strict", "strict or probabilistic")
-    """strict accepts a draft if it is the token that would have been sampled without drafts, so outputs are the same.
-    probabilistic accepts more of a model's drafts at temperatures above 0: outputs differ, but have the same
-    distribution."""
+    """"strict" accepts a draft only if it equals the token that would have been sampled without drafts, so outputs do
+    not change. "probabilistic" accepts more of a draft model's tokens at temperatures above 0: outputs change, but have
+    the same distribution.
+    """
 
     @property
     def is_probabilistic(self) -> bool:
@@ -43,7 +44,7 @@ class SpeculativeConfig:
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig | None:
-    """Parse the JSON of --speculative-config; an empty text is no config. Raises ConfigError."""
+    """Parse the JSON of --speculative-config; return None for an empty text. Raises ConfigError if it is not valid."""
     if not text.strip():
         return None
     try:
@@ -102,7 +103,7 @@ def _check_values(config: SpeculativeConfig) -> None:
 
 
 def with_draft_folder(text: str, folder: Path) -> str:
-    """Return the JSON of --speculative-config with a folder instead of the draft model's name and revision."""
+    """Return the JSON of --speculative-config with the draft model's folder in place of its name and revision."""
     values = json.loads(text) | {"model": str(folder)}
     values.pop("revision", None)
     return json.dumps(values)

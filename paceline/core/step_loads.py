@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from paceline.core.planner.distribution import Distribution
 
 MOST_LOADS = 64
-"""Loads that are kept. A new load replaces the one that was seen least recently."""
+"""Largest number of loads that are kept. A new load replaces the load that was seen least recently."""
 
 
 @dataclass(slots=True)
@@ -15,16 +15,18 @@ class StepLoad:
     """All steps with about the same load."""
 
     number: int
-    """Identifies the load. All steps with about the same load have the same number."""
+    """Number that identifies the load. All steps with about the same load have the same number."""
     tokens: int = 0
-    """Sum of the tokens that the steps computed."""
+    """Number of tokens that all these steps computed together."""
     context: int = 0
-    """Sum of the tokens whose KV the steps read."""
+    """Number of tokens whose KV these steps read, summed over the steps."""
     seconds: Distribution = field(default_factory=Distribution)
 
 
 class StepLoads:
-    """Steps by load: numbers of tokens within a factor of two, and contexts within a factor of four."""
+    """Totals of steps by load. Steps have the same load if their tokens are within a factor of two of each other, and
+    their contexts within a factor of four.
+    """
 
     def __init__(self) -> None:
         self._loads: dict[int, StepLoad] = {}
@@ -34,8 +36,8 @@ class StepLoads:
         """Count a step.
 
         Args:
-            tokens: number of tokens that it computed; nothing is counted if there are none.
-            context: number of tokens whose KV it read.
+            tokens: number of tokens that the step computed; if it is 0, the step is not counted.
+            context: number of tokens whose KV the step read.
         """
         if not tokens:
             return

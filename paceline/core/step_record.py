@@ -11,16 +11,18 @@ class StepRecord(NamedTuple):
     number: int
     """Number of the step among all steps of the engine, from 0."""
     ended: float
-    """Instant at which the step's result was known, in seconds on the worker's monotonic clock. Only differences
-    between steps mean something."""
+    """Instant at which the step's result was known, in seconds on the worker's monotonic clock. Compare it only with
+    other instants of the same worker.
+    """
     seconds: float
     prompt_tokens: int
-    """Tokens of prompts that it computed."""
+    """Number of prompt tokens that the step computed."""
     prompt_pairs: int
-    """Sum over these tokens of the tokens that each of them attends to, itself included."""
+    """Sum, over the prompt tokens of the step, of the number of tokens to which each attends, itself included.
+    """
     sequences: int
-    """Sequences that got a token after their prompt."""
+    """Number of sequences that decoded in this step: each got at least one token after its prompt."""
     drafts: int
     """Draft tokens that this step verified, over all its sequences."""
     context_tokens: int
-    """Sum over these sequences of the tokens that each of them attends to."""
+    """Number of tokens that the decoding sequences attend to, summed over these sequences."""

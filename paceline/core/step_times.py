@@ -2,7 +2,7 @@
 
 `paceline profile` fits them to a running stack. The simulator takes the time of every step, transfer and start from
 them. A time is a fitted function of the work, multiplied by a ratio that is drawn from the measured distribution of
-(measured time / fitted time). So simulated percentiles have the tails of the machine, and not only its means.
+(measured time / fitted time). So simulated percentiles include the machine's slow steps, and not only its means.
 
 All times are in seconds, and all lengths in tokens.
 """
@@ -28,7 +28,7 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 
 
 _LEAST_SPEED = 0.1
-"""Least speed of prefill in its turns, however busy the cores are."""
+"""Least speed of prefill in its turns, relative to its speed alone, however busy the cores are."""
 
 
 class _Value(BaseModel):
@@ -38,7 +38,8 @@ class _Value(BaseModel):
 class Curve(_Value):
     """A function that is linear between measured points.
 
-    Before the first point it has the first point's value. After the last one it goes on with the last slope.
+    Before the first point, the curve has the first point's value. After the last point, it continues with the last
+    slope.
     """
 
     points: tuple[tuple[float, Seconds], ...] = Field(min_length=1)
@@ -62,7 +63,7 @@ class Curve(_Value):
 
 
 class Spread(_Value):
-    """The distribution of a time's ratio to the fitted time."""
+    """The distribution of the ratio (measured time / fitted time)."""
 
     quantiles: tuple[Seconds, ...] = Field(default=(1.0,), min_length=1)
     """Ratios at evenly spaced levels from 0 to 1: the least one first, the median in the middle, the largest last."""
@@ -92,42 +93,46 @@ class Delay(_Value):
     spread: Spread = Spread()
 
     def at(self, tokens: float, level: float) -> float:
-        """Return the time for a number of tokens, at a level of its distribution in [0, 1]."""
+        """Return the seconds for a number of tokens, at `level` of the distribution, from 0 (shortest) to 1
+        (longest).
+        """
         return (self.seconds + self.per_token * tokens) * self.spread.at(level)
 
 
 class StepTimes(_Value):
-    """The time of one step, of the model alone.
+    """The time that the model takes for one step, without the work around the step.
 
-    A step without prompts takes `decode` of its rows. A step with prompts takes `prefill` of their tokens. Both are
-    longer by the time of attention, which is linear in the positions that are read. A mixed step takes both times less
-    `shared`, because it reads the weights once.
+    A step without prompts takes the time of `decode` for its rows. A step with prompts takes the time of `prefill` for
+    its prompt tokens. The time of attention is added to both; it is linear in the number of positions that are read. A
+    mixed step takes the sum of both times minus `shared`, because it reads the weights once.
     """
 
     prefill: Curve
-    """Seconds by the number of prompt tokens in the step, without attention to earlier tokens."""
+    """Seconds of a step by its number of prompt tokens, without attention to earlier tokens."""
     prefill_pair: Seconds = 0.0
     """Seconds for each pair of a prompt token and a token before it: a chunk of n tokens after c others has
     n * (c + n / 2) pairs."""
     decode: Curve
-    """Seconds by the number of rows in the step: decoding sequences and the drafts that are verified for them."""
+    """Seconds of a step by its number of rows: decoding sequences plus the draft tokens that the step verifies for
+    them.
+    """
     decode_context: Seconds = 0.0
-    """Seconds for each token of context of a decoding sequence."""
+    """Seconds that each token in the context of a decoding sequence adds to a step."""
     shared: Seconds = 0.0
-    """Seconds that a step with prompts and decoding sequences saves."""
+    """Seconds that a mixed step, with prompts and decoding sequences, saves compared to two steps."""
     draft: Seconds = 0.0
     """Seconds to draft one token for one sequence."""
     prefill_spread: Spread = Spread()
-    """Distribution for steps that have prompts."""
+    """Distribution of (measured time / fitted time) of steps with prompts."""
     decode_spread: Spread = Spread()
-    """Distribution for steps without prompts."""
+    """Distribution of (measured time / fitted time) of steps without prompts."""
 
     def prefill_seconds(self, tokens: int, pairs: float) -> float:
-        """Return the fitted time of the prompts in a step; 0 if there are none."""
+        """Return the fitted seconds for the prompts in a step; 0 if the step has no prompts."""
         return self.prefill.at(tokens) + self.prefill_pair * pairs if tokens else 0.0
 
     def decode_seconds(self, rows: float, context: float, drafts: float = 0.0) -> float:
-        """Return the fitted time of the decoding sequences in a step; 0 if there are none.
+        """Return the fitted seconds for the decoding sequences in a step; 0 if the step has no such sequences.
 
         Args:
             rows: sequences and their drafts.
@@ -137,16 +142,16 @@ class StepTimes(_Value):
         return self.decode.at(rows) + self.decode_context * context + self.draft * drafts if rows else 0.0
 
     def mixed_seconds(self, tokens: int, pairs: float, rows: float, context: float, drafts: float = 0.0) -> float:
-        """Return the fitted time of a step with prompts and, perhaps, decoding sequences."""
+        """Return the fitted seconds of a step with prompts. The step may have decoding sequences, too."""
         prompts, decoding = self.prefill_seconds(tokens, pairs), self.decode_seconds(rows, context, drafts)
         return max(prompts, decoding, prompts + decoding - self.shared) if prompts and decoding else prompts + decoding
 
 
 class Drafts(_Value):
-    """The acceptance of drafts."""
+    """The number of draft tokens per step, and the probabilities that they are accepted."""
 
     most: int = Field(default=0, ge=0)
-    """Drafts of one sequence in each step; 0 without speculation."""
+    """Largest number of draft tokens of one sequence in a step; 0 without speculation."""
     accepted: tuple[Chance, ...] = ()
     """For each j, the probability that a step's j-th draft is accepted if all drafts before it are."""
 
@@ -165,8 +170,9 @@ class WorkerTimes(_Value):
     max_batched_tokens: Tokens = 2048
     drafts: Drafts = Drafts()
     planned_steps: int = Field(default=1, ge=0, le=1)
-    """Steps after the one under way that are planned already, so that work which comes now is not in them. 0 for a
-    decode worker that takes turns on shared cores, because it then plans each step just before the step begins."""
+    """Number of steps that are already planned while a step is computed. Work that arrives now cannot join them. 0 for
+    a decode worker that takes turns on shared cores, because it plans each step just before the step begins.
+    """
     arrival: Seconds = 0.0
     """Seconds by which a prompt that is being computed takes longer with each further request that arrives, because
     the services that admit the request and hand it over use the same cores."""
@@ -175,54 +181,56 @@ class WorkerTimes(_Value):
     startup: Seconds = 60.0
     """Time from the start of a worker's process until it is ready."""
     drain: Seconds = 30.0
-    """Time that an idle worker needs to leave."""
+    """Time from the start of an idle worker's drain until it has ended."""
     devices: float = Field(default=1.0, gt=0)
-    """Devices that a worker occupies."""
+    """Number of devices that a worker occupies."""
     hourly_cost: float = Field(default=1.0, ge=0)
     """Price of one device for an hour, in any currency."""
 
 
 class TurnTimes(_Value):
     """Turns of the workers of one host that share its cores: a decode worker computes when it has work, and leaves
-    prefill some time after each of its steps. See `core/turns.py`."""
+    prefill some time after each of its steps (`core/turns.py`)."""
 
     itl_target: Seconds = 0.028
     """Target time between tokens. Prefill gets the part of it that a decode step leaves."""
     least_share: float = Field(default=1.5, gt=0)
     """Prefill gets at least this time for each second of decoding."""
     backlog_share: float = Field(default=BACKLOG_SHARE, gt=0)
-    """The same while there is a backlog of prompts."""
+    """Value of `least_share` while there is a backlog of prompts."""
     prefill_speed: Curve = Curve(points=((1, 1.0),))
-    """Seconds of prefill's work that are done in each second that is its own, by the number of rows that decode. More
-    than 1 if prefill also computes while decode leaves the cores idle. Less than 1 if tokens on their way to clients
-    use the cores, too."""
+    """Speed of prefill in its turns, relative to its speed alone, by the number of rows that decode. It is above 1 if
+    prefill also computes while decode leaves the cores idle. It is below 1 if sending tokens to clients uses the cores,
+    too.
+    """
     decode: Curve | None = None
     """Seconds of a decode step while prefill has work, by its number of rows, without attention to contexts; None if it
     takes as long as without prefill.
     """
     decode_per_token: Seconds = 0.0
-    """Seconds by which such a step is longer for each token of prefill's step, because it waits until prefill's
-    operation ends."""
+    """Seconds by which a decode step takes longer for each token of prefill's step, because it waits until prefill's
+    operation ends.
+    """
     decode_spread: Spread = Spread()
-    """Distribution of the ratio to this time."""
+    """Distribution of (measured time / fitted time) of decode steps while prefill has work."""
     late: Delay = Delay()
     """Time from the end of prefill's turn until the next decode step begins."""
     admit: Delay = Delay()
     """Additional time of everything around the steps of a prompt while decode workers of the same cores have work."""
     admission: Seconds = 0.0
-    """Seconds of an admission that are work on these cores. Each simultaneous admission prolongs the others by this
-    time.
+    """Seconds of work on these cores for one admission. Each of several simultaneous admissions takes longer by this
+    time for every other one.
     """
 
     def speed_of_prefill(self, rows: int) -> float:
-        """Return the speed of prefill in its turns while `rows` rows decode, relative to its speed alone; 1 if none
-        decodes.
+        """Return the speed of prefill in its turns while `rows` rows decode, relative to its speed alone; 1 if `rows`
+        is 0.
         """
         points = self.prefill_speed.points
         return max(_LEAST_SPEED, self.prefill_speed.at(min(rows, points[-1][0]))) if rows else 1.0
 
     def left_to_prefill(self, recent: Collection[float], wanted_seconds: float = 0.0) -> float:
-        """Return the seconds that a decode worker leaves to prefill after a step. See `core.turns.left_to_prefill`."""
+        """Return the seconds that a decode worker leaves to prefill after a step, by `core.turns.left_to_prefill`."""
         return left_to_prefill(self.itl_target, self.least_share, self.backlog_share, recent, wanted_seconds)
 
 
@@ -234,19 +242,21 @@ class Profile(_Value):
     """Name of the machine, such as its processor or its GPU."""
     model: str
     version: str = ""
-    """Paceline's version."""
+    """Paceline's version at the time of the measurement; empty if unknown."""
     max_model_len: Tokens = 131_072
     token_bytes: float = Field(gt=0)
-    """Bytes of KV for each token."""
+    """Number of bytes of KV that one token takes."""
     host_tokens: Tokens = 1 << 20
-    """Tokens of KV that the arena of one host holds."""
+    """Number of tokens whose KV fits into the arena of one host."""
     prefill: WorkerTimes
     decode: WorkerTimes
     """Times of decode workers. In a fleet that is not disaggregated, they are the times of all workers."""
     turns: TurnTimes | None = None
     """Turns of workers that share cores; None if every worker has a device, or cores, of its own."""
     gateway: Delay = Delay()
-    """Time in the gateway from the arrival of a request until its placement, by prompt tokens: tokenizing, hashing."""
+    """Time for tokenizing and hashing in the gateway, from a request's arrival until its placement, by prompt
+    tokens.
+    """
     admit: Delay = Delay()
     """Time from the placement until the decode worker has admitted the request."""
     first_token: Delay = Delay()
@@ -283,7 +293,7 @@ class Profile(_Value):
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile. Raises ConfigError."""
+    """Read a profile from a file of JSON. Raises ConfigError if the file cannot be read or is not valid."""
     try:
         return Profile.from_json(path.read_bytes(), str(path))
     except OSError as error:

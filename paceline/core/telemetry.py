@@ -66,7 +66,7 @@ def request_span(
 
 
 def set_request_id(request_id: str) -> None:
-    """Set the request id in later log lines of the current task and of tasks that it starts."""
+    """Set the request id for later log lines of the current task and of tasks that it starts."""
     _request_id.set(request_id)
 
 

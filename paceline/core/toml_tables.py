@@ -12,11 +12,11 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def read_entry(model: type[M], where: str, name: str, table: object, kind: str, advice: str) -> M:
-    """Return the table of one name as a model. Names of fields may have hyphens. No value appears in an error.
+    """Check the table of one name and return it as `model`. Names of fields may have hyphens. Errors show no values.
 
     Args:
         where: the option and the file, for errors.
-        kind: what a table stands for, for errors.
+        kind: noun for one table, such as "key", for errors.
         advice: what the user can do, for errors.
 
     Raises ConfigError.

@@ -3,8 +3,8 @@ turns, the operating system would.
 
 Decode has priority: while a decode worker computes, prefill waits before each of its operations. After a decode step,
 if prefill is waiting, prefill gets the cores for the rest of the target inter-token latency (ITL). So prompts make
-progress even if decode always has work, and prefill has the cores to itself while decode is idle. If nobody has given
-a target, it grows with the time of decode steps, so that prompts are not starved on a slow machine, and it grows once
+progress even if decode always has work, and prefill has the cores to itself while decode is idle. Without a given
+target, the target grows with the time of decode steps, so that prompts are not starved on a slow machine. It grows once
 more while prompts have waited without a pause.
 
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
@@ -13,16 +13,17 @@ not of the one after it. So prefill announces the handoff, and decode plans its 
 The workers share one page of the host's memory. Its words are instants of the monotonic clock in nanoseconds. Each
 expires by itself, so a worker that is killed during its turn, or while it waits for one, hardly delays the others.
 
-    word 0            until then prefill may compute although decode has work
-    word 1            until then prefill wants the cores
-    word 2 + slot     until then this decode worker computes
-    word 64           until then a request may be handed over
-    word 65           until then a worker computes urgent requests, see `engine/background.py`
+    word 0            instant until which prefill may compute although decode has work
+    word 1            instant until which prefill wants the cores
+    word 2 + slot     instant until which the decode worker with this slot computes
+    word 64           instant until which a request may be handed over
+    word 65           instant until which a worker computes urgent requests (`engine/background.py`)
 
 No word says anything about other memory, so their order does not matter, and no processor needs fences here.
 
-`src/turns.h` of the native kernels uses the same page, so that turns also change between two operations of a step.
-Prefill may also compute between two programs of a decode step, while decode runs Python and leaves its cores idle.
+`src/turns.h` of the native kernels reads and writes the same page, so that turns also change between two operations of
+a step. Prefill may also compute between two programs of a decode step, while decode runs Python and leaves its cores
+idle.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from typing import Protocol
 
 PAGE_BYTES = 4096
 SLOTS = 62
-"""Number of slots. If two decode workers have the same one, prefill sometimes begins an operation too early."""
+"""Number of slots. If two decode workers have the same slot, prefill sometimes begins an operation too early."""
 
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
@@ -56,11 +57,12 @@ _NEXT_HANDOVER = 1 * _MS
 """Time between two requests whose prompts ended in the same step: they are handed over one right after the other."""
 _POLL_SECONDS = 0.0002
 STEPS = 8
-"""Number of recent steps. The longest is the estimate for the next step, because a step often has to wait until an
-operation of prefill ends, so times vary. Their median decides the least time that prefill gets.
+"""Number of recent decode steps that are remembered. The longest of them is the estimate for the next step, because
+times vary: a step often has to wait until an operation of prefill ends. Their median decides the least time that
+prefill gets.
 """
 _LEAST_TARGET = 28 * _MS
-"""The ITL target if none is given, on a machine that is fast enough for it."""
+"""The ITL target without --itl-target-ms, in nanoseconds, on a machine that is fast enough for it."""
 _LEAST_SHARE = 0.5
 """Least time that prefill gets for each second of decoding, in seconds, even if steps take longer than a given target.
 """
@@ -69,7 +71,9 @@ _AUTO_SHARE = 1.5
 BACKLOG_SECONDS = 2.0
 """Prompts are a backlog if prefill has wanted the cores for longer than this without a pause."""
 BACKLOG_SHARE = 3.0
-"""`_AUTO_SHARE` while there is a backlog, which costs its clients more than longer ITLs cost others."""
+"""Least time that prefill gets for each second of decoding while there is a backlog, in seconds. A backlog costs its
+clients more than longer ITLs cost others.
+"""
 
 
 def left_to_prefill(
@@ -79,8 +83,8 @@ def left_to_prefill(
 
     Args:
         target: the ITL target.
-        share: least time for each unit of decoding.
-        backlog_share: the same while there is a backlog of prompts.
+        share: least time for prefill, as a multiple of the median step.
+        backlog_share: the same multiple while there is a backlog of prompts.
         recent: lengths of the worker's last `STEPS` steps; at least one.
         wanted_seconds: time for which prefill has wanted the cores without a pause.
     """
@@ -124,14 +128,14 @@ class Turns(Protocol):
         """Return the time in seconds within which a request may still be handed over; 0 if none is expected."""
 
     def received(self) -> None:
-        """Note that a request was handed over."""
+        """Note that a request has arrived on this worker by handover."""
 
 
 class RoleTurns:
     """The turns of a worker whose role may change. It begins as a prefill worker; `take_role` changes the role.
 
     Args:
-        page, session, itl_target: see `DecodeTurns`.
+        page, session, itl_target: the arguments of `DecodeTurns`.
         on_change: called with the present turns after each change, on the thread of `take_role`.
     """
 
@@ -154,7 +158,9 @@ class RoleTurns:
         return self.present.slot
 
     def take_role(self, decodes: bool) -> None:
-        """Take the turns of a decode worker, or those of a prefill worker. Call this between two steps."""
+        """Take the turns of a decode worker if `decodes`, else of a prefill worker. Must be called between two
+        steps.
+        """
         page = self.page
         self.present = DecodeTurns(page, self._session, self._itl_target) if decodes else PrefillTurns(page)
         self._on_change(self.present)
@@ -179,7 +185,7 @@ class RoleTurns:
 
 
 class DecodeTurns:
-    """The turns of a decode worker. It has priority, and leaves to prefill the time until the ITL target is over.
+    """The turns of a decode worker. Decode has priority. After a step, it leaves the rest of the ITL target to prefill.
 
     Args:
         page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
@@ -265,7 +271,7 @@ class PrefillTurns:
     worker that is.
 
     Args:
-        page: see `DecodeTurns`.
+        page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
     """
 
     def __init__(

@@ -41,7 +41,9 @@ class ConstraintKind(enum.Enum):
     GRAMMAR = "grammar"
     """A grammar: Lark with a rule `start`, or GBNF with a rule `root`."""
     ANSWER = "answer"
-    """A grammar in Lark, which a gateway has made of one of the other kinds, tool calls and a budget for reasoning."""
+    """A grammar in Lark that a gateway has built from a constraint of another kind, tool calls and a budget for
+    reasoning.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    """Unsigned 64 bits. The random number of a token depends only on the seed and the token's position."""
+    """Seed, an unsigned number of 64 bits. The random number of a token depends only on the seed and the token's
+    position.
+    """
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -84,7 +88,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be sampled; empty allows all."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the request. The token is part of the output."""
+    """Tokens that end the request. The ending token is part of the output."""
     min_tokens: int = 0
     max_tokens: int = 16
     logprobs: int | None = None
@@ -92,8 +96,9 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that must not be in the output; none is empty. The last token of each is not sampled after
-    the others, unless a grammar or the allowed tokens leave no other token."""
+    """Sequences of tokens, all not empty, that must not be in the output. The last token of a sequence is not sampled
+    after its other tokens, unless a grammar or the allowed tokens leave no other token.
+    """
     logprob_token_ids: tuple[int, ...] = ()
     """Tokens to report beside the chosen one, instead of the most likely ones, if `logprobs` is not None."""
 
@@ -117,7 +122,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the next token's scores depend on which tokens came before."""
+        """Whether the scores of the next token depend on the earlier tokens, because of penalties."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
@@ -130,8 +135,9 @@ class Logprob(NamedTuple):
 
 
 class Token(NamedTuple):
-    """A token and the requested logprobs: first the chosen token's, then those of the most likely tokens in order, or
-    those of `SamplingParams.logprob_token_ids`."""
+    """A token and the requested logprobs: first the logprob of the chosen token, then the logprobs of the most likely
+    tokens in order, or of `SamplingParams.logprob_token_ids`.
+    """
 
     id: int
     logprobs: tuple[Logprob, ...] = ()

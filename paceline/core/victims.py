@@ -1,11 +1,12 @@
-"""The order in which workers of a role leave if there are too many: the worker with the least loss leaves first. Pure.
+"""The order in which workers of a role leave if there are too many: the worker with the least loss leaves first. The
+functions have no side effects.
 
 A loss is measured in tokens that have to be computed again, or moved to another host instead:
 
-    running requests     each goes on elsewhere, after a handoff and the end of its context, whose block is not full
-    queued tokens        of prompts that the worker has accepted; clients wait until it has computed them
-    cached tokens        of its host that no other host has, if the worker is the last one of its host: nobody computes
-                         there any more
+    running requests     each continues elsewhere after a handoff, which computes the tokens of its last block again
+    queued tokens        prompt tokens that the worker has accepted and not computed; their clients wait for them
+    cached tokens        tokens in blocks that only its host has, if the worker is the last one of its host, because no
+                         worker would compute there any more
 
 Two things outweigh every loss. A worker that is not ready yet has nothing to lose. The last worker with its numerics
 that runs requests leaves last, because their next tokens could differ elsewhere.
@@ -35,15 +36,15 @@ class Standing:
     is_ready: bool = True
     """Whether the worker takes work. A worker that is starting takes none."""
     running: int = 0
-    """Requests that the worker runs, including those that wait for blocks."""
+    """Number of requests that the worker runs, including requests that wait for blocks."""
     queued_tokens: int = 0
-    """Prompt tokens that it has accepted and not computed yet."""
+    """Number of prompt tokens that the worker has accepted and not computed yet."""
     numerics: Numerics | None = None
-    """None if unknown. Unknown numerics count as different from those of all other workers."""
+    """Numerics of the worker; None if unknown. Unknown numerics count as different from those of all other workers."""
 
 
 def loss(worker: Standing, stay: Collection[Standing], only_cached: Mapping[str, int]) -> float:
-    """Return the loss if a worker leaves, in tokens.
+    """Return the number of tokens that have to be computed again, or moved, if a worker leaves.
 
     Args:
         stay: all workers that do not leave, of all roles; this one may be among them.
@@ -59,7 +60,7 @@ def victims(workers: Iterable[Standing], role: str, count: int, only_cached: Map
 
     Args:
         workers: all workers that do not drain, of all roles.
-        only_cached: see `loss`.
+        only_cached: for each host id, the tokens of its cached blocks that no other host has.
     """
     stay, gone = list(workers), list[str]()
     while len(gone) < count and (candidates := [worker for worker in stay if worker.role == role]):
@@ -76,7 +77,7 @@ def victims(workers: Iterable[Standing], role: str, count: int, only_cached: Map
 
 
 def tokens_only_here(blocks: Mapping[str, Iterable[tuple[bytes, int]]]) -> dict[str, int]:
-    """Return for each host the tokens of its blocks that no other host has.
+    """Return, for each host, the number of tokens in its cached blocks that no other host has.
 
     Args:
         blocks: for each host id, the name and the tokens of each of its cached blocks.

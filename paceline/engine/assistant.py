@@ -1,4 +1,4 @@
-"""Drafts by an assistant, which reads the keys, values and hidden states of its target."""
+"""Drafting by an assistant: a small model that reads the keys, values and hidden states of its target model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from paceline.models.gemma4_assistant import Gemma4Assistant
 
 
 class AssistantDrafter:
-    """An assistant that drafts. It keeps nothing from one step to the next.
+    """Drafts tokens with an assistant model. Keeps no state from one step to the next.
 
     The target's hidden state for the first draft is always there, because a row gets drafts only after a step that has
-    computed the token before the row's newest one. This also holds after a handoff, a swap or a preemption.
+    computed the token before the row's newest token. This also holds after a handoff, a swap or a preemption.
 
     All drafts of a row have the position of the newest token, as in `transformers`. They see the keys that the newest
-    token will see, but not the key of that token, which is not computed yet. So they need no block that may have been
-    trimmed already.
+    token will see, but not the key of the newest token itself, which is not computed yet. So they read no block that
+    may have been trimmed already.
 
     Args:
-        caches: of the target's layers.
-        draws, chooser: see `sampler.propose`.
+        caches: the caches of the target's layers.
+        draws, chooser: the arguments of `sampler.propose`.
     """
 
     fills_kv = False

@@ -1,6 +1,6 @@
 """The rule that says when requests of the background are computed.
 
-A request of the background is one that nobody waits for, such as a line of a batch. All other requests are urgent.
+A background request is a request for which no client waits, such as a line of a batch. All other requests are urgent.
 While a worker of the host computes urgent requests, requests of the background keep their rows and blocks but are left
 out of steps, with two exceptions:
 
@@ -9,8 +9,8 @@ out of steps, with two exceptions:
 - One step in about 200 takes all requests of the background, so that they are not starved. It delays fewer than one in
   100 urgent tokens.
 
-Workers that share the cores of a host share one word of its memory, see `core/turns.py`: until that instant, one of
-them computes urgent requests.
+Workers that share the cores of a host share one word of its memory (`core/turns.py`). The word is the instant until
+which one of these workers computes urgent requests.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ from paceline.core.turns import URGENT_UNTIL
 from paceline.engine.step import Step, StepResult
 
 ALL = 1 << 30
-"""A number above that of all requests of the background that a worker can have."""
+""""All requests of the background": a number larger than the number of requests that a worker can have."""
 
 PAUSE_STEPS = 200
 """While urgent requests run, the background's next step comes after this many times the length of its last step."""
 LEAST_PAUSE = 4_000_000_000
-"""Least time between two such steps, in nanoseconds."""
+"""Least time between two steps with the background while urgent requests run, in nanoseconds."""
 CLAIM_STEPS = 4
-"""A claim lasts this many times the length of the last step, because another step of this worker follows by then."""
+"""A claim of the cores for urgent requests lasts this many times the length of the last step, because this worker's
+next step begins within that time.
+"""
 LEAST_CLAIM = 50_000_000
-"""Least time that a claim lasts, in nanoseconds. It includes a handoff from prefill to decode."""
+"""Least time that a claim lasts, in nanoseconds: long enough for a handoff from prefill to decode."""
 GROWTH = 0.02
-"""Rows by which the number of rows within the ITL target grows after each step that was short enough."""
+"""Number of rows by which the background's share of a step grows after each step within the ITL target."""
 
 
 class BackgroundTurns:
-    """The turns of a worker's background.
+    """Decides how many requests of the background each step of a worker may take.
 
     Args:
         page: page of memory that workers on the same cores share; None if this worker shares its cores with no other.
-        itl_target: target for the length of a step with urgent requests, in seconds; None leaves no time to others.
+        itl_target: target for the length of a step with urgent requests, in seconds; None adds no background rows.
         clock: nanoseconds of the host's monotonic clock.
     """
 
@@ -55,7 +57,9 @@ class BackgroundTurns:
         self._target = itl_target
         self._clock = clock
         self._turn_at: int | None = None
-        """When the background gets a step although urgent requests run; None while there are none."""
+        """Instant at which the background gets a step although urgent requests run, in nanoseconds; None without such
+        requests.
+        """
         self._step = 0
         """Length of the last step, in nanoseconds."""
         self._own_step = 0
@@ -85,7 +89,7 @@ class BackgroundTurns:
         return int(self._spare) if is_urgent else 0
 
     def note(self, step: Step, result: StepResult) -> None:
-        """Learn from a step that was computed."""
+        """Take the length of a computed step into account for the next calls of `rows`."""
         self._step = int(result.seconds * 1e9)
         background = sum(chunk.background for chunk in step.chunks)
         is_mixed = background < len(step.chunks)

@@ -1,4 +1,4 @@
-"""The next chunk of one request, and when the request asks for more blocks."""
+"""The choice of the next chunk of one request, and of the time at which the request asks for more blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, SpareUnused
 
 GROWTH_TOKENS = 64
-"""Number of tokens for which a request asks for blocks at once. A larger number makes requests ask less often."""
+"""Number of further tokens for which a request asks for blocks at once. With a larger number, requests ask less
+often.
+"""
 
 LOOKAHEAD_TOKENS = 16
 """A request asks for more blocks when fewer tokens than this fit into its blocks, so that the answer comes in time."""
 
 LAST_CHUNK_TOKENS = 128
-"""Tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step, that host
-has to wait only for this chunk."""
+"""Number of tokens of a prompt's last chunk if another host reads the blocks as they become full. After the last step,
+the other host has to wait only for this chunk.
+"""
 
 
 class ChunkPlanner:
@@ -28,7 +31,7 @@ class ChunkPlanner:
 
     Args:
         pool: the memory in which the device computes.
-        residents: hears of each launch, and asks for blocks.
+        residents: notes each launch, and asks for blocks.
         emit: called when a request does not need its spare blocks.
     """
 
@@ -49,7 +52,7 @@ class ChunkPlanner:
     def decode_chunk(self, request: Request, drafts: int) -> Chunk | None:
         """Return the next chunk of a decoding request: its newest token, and at most `drafts` drafts after it.
 
-        Returns None if its blocks are full, or if it ends with the steps in flight.
+        Returns None if the request's blocks are full, or if the request ends with the steps in flight.
         """
         self._ask_for_blocks(request)
         limit = request.limit(self._limits.max_model_len)
@@ -64,8 +67,8 @@ class ChunkPlanner:
         """Return the next chunk of a prompt: at most `budget` tokens, or a longer span of media that must not be cut.
         If the prompt has readers, its last tokens are left to a chunk of their own.
 
-        Returns None if its blocks are full, if the encoding of its next span is not there, or if its next span does not
-        fit.
+        Returns None if the request's blocks are full, if the encoding of its next span is missing, or if this span does
+        not fit.
 
         Args:
             is_first: whether the step has no prompt yet. Otherwise no span may be longer than the budget, because the

@@ -2,8 +2,8 @@
 
 A request always has blocks in the arena (`Request.tables`). A device with a pool of its own has a copy of each block
 that a running request needs (`ComputePool.tables`). Full blocks are stored in the arena, where other workers find them.
-So a request can be swapped out at any time: only its last, partial blocks have to be stored then. A swap-in loads its
-blocks again. This file copies nothing: the engine takes each `CopyBatch`, has it copied, and reports that.
+So a request can be swapped out at any time: only its last, partial blocks still have to be stored. A swap-in loads the
+request's blocks again. This file copies nothing: the engine takes each `CopyBatch`, has it copied, and reports that.
 
 Pure, like the scheduler.
 """
@@ -21,7 +21,7 @@ from paceline.engine.request import Request
 from paceline.engine.step import Event
 
 LAST = 1
-"""Rank of a batch that nobody waits for."""
+"""Rank of a batch for which no request waits; it is the highest number."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class ComputePool(Protocol):
         """Give a request as many blocks in the pool as its tables have. Return False if too few slots are free."""
 
     def note_sealed(self, request: Request, group: int, first_block: int, hashes: Sequence[bytes]) -> None:
-        """Note that blocks are full. Call this before `note_trimmed`, and both before `hold_until_stored`."""
+        """Note that blocks are full. Must be called before `note_trimmed` and `hold_until_stored`."""
 
     def note_trimmed(self, request: Request, group: int, first_kept_block: int) -> None:
         """Note that blocks before `first_kept_block` are no longer needed."""
@@ -83,34 +83,39 @@ class ComputePool(Protocol):
         """
 
     def copy_tail(self, request: Request) -> tuple[tuple[int, int], ...]:
-        """Return (from, to) for copies of the blocks that the first `kept_len` tokens of a request fill only in part.
+        """Plan copies of the blocks that the first `kept_len` tokens of a request fill only in part; return (from, to)
+        of each.
 
-        Return nothing if too few slots of the pool are free.
+        Returns an empty tuple if too few slots of the pool are free.
         """
 
     def store_tail(self, request: Request, tail: Tail) -> None:
-        """Store these copies, which were made, in the arena. Call this before `hold_until_stored`."""
+        """Store in the arena the copies that `copy_tail` planned and a step has made. Must be called before
+        `hold_until_stored`.
+        """
 
     def drop_tail(self, request: Request) -> None:
-        """Give up these copies, which turned out to be useless."""
+        """Free the blocks with these copies, because they are not needed."""
 
     def release(self, request: Request) -> None:
         """Take back a request's blocks. No step in flight may include it, and none of its copies may be under way."""
 
     def take_copies(self) -> list[CopyBatch]:
-        """Return new batches since the last call, in order."""
+        """Return the batches that were formed since the last call, in order."""
 
     def finish_copies(self, copies: CopyBatch, seconds: float) -> list[Event]:
-        """Note that a batch has been copied, in `seconds`; return the events that can be sent now."""
+        """Note that a batch was copied in `seconds` seconds. Return the events that can be sent now."""
 
     def forget(self) -> int:
         """Forget the blocks of the device's own pool that no request uses, and return their number."""
 
     def counts(self) -> Counts | None:
-        """Return the slots of the device's own pool by their use; None without one. Any thread may call this."""
+        """Return the numbers of slots in the device's own pool by state; None if it has no such pool. Any thread may
+        call this.
+        """
 
     def check(self, requests: Collection[Request]) -> list[str]:
-        """Return errors in the pool, as sentences, given all requests."""
+        """Return a sentence for each error in the pool's state, given all requests."""
 
 
 class ArenaPool:

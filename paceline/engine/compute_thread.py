@@ -1,9 +1,9 @@
 """The thread that computes steps and, between them, encoders.
 
-An encoder runs a piece at a time. Between two pieces, a step that waits is computed if the encoder has had the thread
-for as long as the step before took. So on CPUs, encoding makes steps at most about twice as slow, and neither of them
-starves. On a GPU the times are those of launches, because the end of a piece does not wait for the device. There a step
-may have to wait for all pieces of one encoding.
+An encoder runs a piece at a time. Between two pieces, a waiting step is computed if the encoder has used the thread for
+at least as long as the last step. So on CPUs, encoding makes steps at most about twice as slow, and neither steps nor
+encoders starve. On a GPU the times are those of launches, because the end of a piece does not wait for the device.
+There a step may have to wait for all pieces of one encoding.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ STEP_SECONDS = Family(
 
 
 class EncodingStoppedError(Exception):
-    """The engine stops, so the encoder must not go on. Raised by `Between`."""
+    """The engine stops, so the encoder must not go on. `Between` raises this error."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeJob:
-    """The work of an encoder for one input.
+    """The work of an encoder for one input, to be done on the compute thread.
 
     Args:
-        run: encodes the input and stores the result. It is called on the compute thread, with a function to call
-            between pieces of some milliseconds.
+        run: encodes the input and stores the result. It calls its argument between pieces of some milliseconds.
         on_end: called on the compute thread when `run` has returned, or with the error that it has raised.
     """
 
@@ -50,7 +49,9 @@ class EncodeJob:
 
 
 class Runner(Protocol):
-    """The computing side of the engine. Each step begins with the state that the step before has left."""
+    """The computing side of the engine. Each step begins with the state that the previous step has left on the
+    device.
+    """
 
     def execute(self, step: Step) -> StepResult:
         """Compute a step. Calls must not overlap."""
@@ -61,11 +62,13 @@ class Launch(NamedTuple):
 
     step: Step
     idle_until: float | None
-    """Time at which work came, on time.perf_counter(); None if there was work before."""
+    """Instant at which the first work after an idle time came, on time.perf_counter(); None if the engine was not
+    idle.
+    """
 
 
 class ComputeThread:
-    """The body of the compute thread, with its figures.
+    """The loop of the compute thread, and counters of its time.
 
     Args:
         turns: the turns of this worker, if other workers use the same cores.
@@ -108,7 +111,7 @@ class ComputeThread:
 
     @property
     def step_seconds(self) -> float:
-        """Time since the step, or the piece of an encoder, under way began; 0 between them."""
+        """Seconds since the current step, or the current piece of an encoder, began; 0 while there is none."""
         began = self._began
         return 0.0 if began is None else self._clock() - began
 
@@ -119,7 +122,7 @@ class ComputeThread:
             yield Sample(figure, getattr(self, figure), STEP_SECONDS, {"kind": kind})
 
     def run(self) -> None:
-        """Compute until the end. Raises the error of a step that failed."""
+        """Compute steps and encoders until the thread is told to end. Raises the error of a step that failed."""
         self._ended = self._clock()
         while (launched := self.launched.get()) is not None:
             if isinstance(launched, EncodeJob):

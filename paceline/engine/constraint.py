@@ -30,17 +30,15 @@ from paceline.core.grammar_errors import NO_TOKEN, TOO_SLOW, explain
 from paceline.core.types import Constraint
 
 MASK_SECONDS = 60.0
-"""Deadline for a step's masks. The library's limits end the slowest masks long before it, so a thread that misses it is
-dead.
-"""
+"""Deadline for a step's masks, in seconds. The library's limits end the slowest masks long before it, so a mask thread
+that misses the deadline is dead."""
 
 MASK_BURST, MASK_PER_TOKEN, MASK_SHARE = 0.25, 0.01, 0.05
-"""CPU time that the masks of one grammar may take: at once, in seconds; for each token on average, in seconds; and the
-part of the passing time by which its budget grows again.
-"""
+"""Budget of CPU time for the masks of one grammar: seconds at first and at most, seconds for each token, and the share
+of the passing time by which the budget grows."""
 
 _CACHED_GRAMMARS, _CACHED_CHARACTERS = 64, 4 << 20
-"""Largest number of grammars that are kept although no request uses them, and of characters of their texts together.
+"""Largest number of grammars that are kept although no request uses them, and largest sum of characters of their texts.
 They are kept because clients send the same schema again and again. A compiled grammar takes up to 80 bytes for each
 character."""
 
@@ -62,7 +60,7 @@ class MaskBudget:
         self._at = clock()
 
     def spend(self, seconds: float, tokens: int) -> bool:
-        """Subtract the time that the masks after some tokens have taken. Return whether the budget was enough."""
+        """Subtract the CPU time of the masks after `tokens` tokens. Return whether the budget was enough."""
         now = self._clock()
         earned = MASK_PER_TOKEN * tokens + MASK_SHARE * (now - self._at)
         self._left, self._at = min(MASK_BURST, self._left + earned) - seconds, now
@@ -72,9 +70,9 @@ class MaskBudget:
 class Matcher:
     """The position of one output in its grammar.
 
-    `masks` are the tokens that may come next: uint8 [bytes], one bit a token from the lowest on. The first mask is for
-    the token after the output, the second for the token after the first draft, and so on until the first draft that the
-    grammar forbids. `error` says why no token may come after the output.
+    `masks` are the tokens that may come next: uint8 [bytes], one bit for each token, from the lowest bit on. The first
+    mask is for the token after the output, the second for the token after the first draft, and so on until the first
+    draft that the grammar forbids. `error` says why no token may come after the output.
 
     Args:
         output: tokens that were generated before the request came here.
@@ -89,7 +87,7 @@ class Matcher:
         self.advance(output, ())
 
     def advance(self, tokens: Sequence[int], drafts: Sequence[int]) -> None:
-        """Follow tokens that were sampled, and look ahead along the drafts after them."""
+        """Move past tokens that were sampled. Then make the masks along the drafts after these tokens."""
         began = time.thread_time()
         self._follow(tokens, drafts)
         is_within = self._budget.spend(time.thread_time() - began, len(tokens))
@@ -132,9 +130,9 @@ class RowProgress(NamedTuple):
     """The tokens that a step has given to a row."""
 
     tokens: Sequence[int]
-    """Sampled tokens."""
+    """Tokens that were sampled for the row, in order."""
     drafts: Sequence[int]
-    """Tokens drafted after them."""
+    """Tokens that were drafted after the sampled ones."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -145,7 +143,7 @@ class Grammar:
     """The matcher at the start of the grammar. It is copied, never moved."""
     end_token_ids: frozenset[int]
     characters: int
-    """Length of its text."""
+    """Number of characters of the constraint's text."""
     budget: MaskBudget = field(default_factory=MaskBudget)
 
 
@@ -176,21 +174,23 @@ class Grammars:
         """Number of times that the tokenizer was built."""
 
     def prepare(self) -> None:
-        """Build the tokenizer for the model's own end tokens, which takes seconds and lets no other thread run.
+        """Build the tokenizer for the model's own end tokens. This takes seconds, during which no other thread runs.
 
-        Call this while nobody is served. If the tokenizer cannot constrain outputs, `compile` says so later.
+        Must be called before requests are served. If the tokenizer cannot constrain outputs, `compile` raises the
+        error.
         """
         with contextlib.suppress(ModelError):
             if ends := read_end_token_ids(self._folder, self._text()):
                 self._tokenizer_for(ends)
 
     def find(self, constraint: Constraint) -> Grammar | None:
-        """Return a constraint that is compiled already; None if it is not."""
+        """Return the compiled form of a constraint from the cache; None if it is not there."""
         with self._lock:
             return self._known(constraint)
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Return the compiled constraint, within milliseconds if a gateway has tried it. Any thread may call this.
+        """Return the compiled constraint, within milliseconds if a gateway has tried the constraint. Any thread may
+        call this.
 
         Raises:
             ConstraintError: the constraint cannot be compiled.
@@ -286,14 +286,14 @@ class Constraints:
         return self._matchers[row] is not None
 
     def advance(self, progress: Mapping[int, RowProgress]) -> None:
-        """Report the tokens of a step, by row, and start making the masks for the next one."""
+        """Report the tokens that a step gave, by row, and start making the masks for the next step."""
         constrained = {row: matcher for row in progress if (matcher := self._matchers[row]) is not None}
         if constrained:
             done = self._thread.submit(_advance_all, [(matcher, progress[row]) for row, matcher in constrained.items()])
             self._ready.update(dict.fromkeys(constrained, done))
 
     def masks(self, row: int) -> list[np.ndarray] | None:
-        """Wait for the masks of a row, see `Matcher`; None if the row has no constraint.
+        """Wait for the masks of a row (`Matcher.masks`) and return them; None if the row has no constraint.
 
         Raises:
             GrammarError: the grammar cannot be compiled here, or it allows no token.

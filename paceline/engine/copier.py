@@ -16,10 +16,12 @@ from paceline.engine.pool_directory import PeerPools
 from paceline.kernels.block_copies import BlockCopies
 
 LOOK_SECONDS = 1.0
-"""Longest time between two checks for peers that have ended."""
+"""Longest time between two checks for peers that have ended, in seconds."""
 
 Done = Callable[[CopyBatch, float, float, int], None]
-"""(batch, seconds of copying, seconds of waiting before, blocks loaded from other pools)"""
+"""A function that is called with a copied batch, seconds of copying, seconds in the queue, and blocks from other
+pools.
+"""
 
 
 class _CopyTask(NamedTuple):
@@ -28,13 +30,13 @@ class _CopyTask(NamedTuple):
     rank: int
     number: int
     copies: CopyBatch | None
-    """None ends the thread."""
+    """The batch; None ends the thread."""
     asked: float
-    """Time of submission on time.perf_counter()."""
+    """Instant of submission, on time.perf_counter(), in seconds."""
 
 
 class Copier:
-    """A copier of batches. `run` needs a thread of its own, and returns after a call of `end`.
+    """Copies batches of blocks. `run` needs a thread of its own, and returns after a call of `end`.
 
     Args:
         peers: pools that are asked for a block before it is loaded from the arena.

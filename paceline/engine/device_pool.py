@@ -20,17 +20,17 @@ _WEIGHT = 0.1
 """Weight of a new value in an average."""
 
 _TELLING_LOADS = 4
-"""The time to load one block is measured with batches of at least this many blocks."""
+"""Least number of blocks in a batch from which the time to load one block is measured."""
 
 
 class DevicePool:
     """A pool of `slots` slots on the device.
 
-    Full blocks stay in the pool after their request has left, until their slots are needed. A request that needs one of
-    them before does not have to load it.
+    Full blocks stay in the pool after their request has left, until their slots are needed. A later request that needs
+    such a block does not have to load it.
 
     Args:
-        directory: tells other processes which blocks are in the pool, if they can read it.
+        directory: tells other processes which blocks are in the pool; None if no other process can read the pool.
     """
 
     def __init__(self, layout: KVLayout, slots: int, directory: PoolDirectory | None = None) -> None:
@@ -248,11 +248,11 @@ class _HeldBlocks:
     """The slots of one request in the pool."""
 
     tables: list[list[int]]
-    """[groups][blocks]"""
+    """[groups][blocks]: slots of the pool; NO_SLOT for a block that is not needed."""
     tail: list[int] = field(default_factory=list)
-    """Slots with copies at `Request.kept_len`, until these are stored in `Request.spare`."""
+    """Slots with copies of the blocks at `Request.kept_len`, until the copies are stored in `Request.spare`."""
     copies: int = 0
-    """Batches of blocks that are being copied into the pool or out of it."""
+    """Number of batches of this request that are being copied into the pool or out of it."""
 
 
 class _Block(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.core.types import SamplingParams
 
 _LIKELY = 1e-3
-"""top_p first sorts only tokens with at least this share of the best token's probability. These are usually few."""
+"""top_p first sorts only tokens with at least this share of the best token's probability, which are usually few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class TokenDistribution:
     """A distribution over token ids."""
 
     weights: Tensor
-    """fp64 [n]: probabilities times a common factor."""
+    """fp64 [n]: probabilities, all multiplied by the same factor."""
     tokens: Tensor | None = None
     """int64 [n]: token id of each weight, if some tokens were cut off; None if the weights are of all ids in order."""
 
     def draw(self, u: float) -> int:
-        """Return the token at `u` in [0, 1) of the cumulative distribution."""
+        """Return the first token at which the cumulative distribution exceeds `u`, a number in [0, 1)."""
         cumulative = self.weights.cumsum(dim=-1)
         index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
         if index == len(self.weights):  # u times the sum was rounded up to the sum
@@ -42,14 +42,14 @@ class TokenDistribution:
         return torch.zeros(vocab_size, dtype=shares.dtype, device=shares.device).scatter_(0, self.tokens, shares)
 
     def verify(self, draft: int, drawn_from: TokenDistribution | None, vocab_size: int, u: float, v: float) -> int:
-        """Return a token of this distribution p, which is the draft with the highest possible probability.
+        """Return a token drawn from this distribution, p. It is the draft as often as is possible without changing p.
 
         This is speculative sampling (Leviathan 2022). A draft x that was drawn from q is accepted with probability
         min(1, p(x) / q(x)). Otherwise a token is drawn from max(0, p - q). A draft that was looked up has q(x) = 1.
 
         Args:
-            drawn_from: q; None if the draft was looked up.
-            u, v: random numbers in [0, 1), independent of each other and of the draft. `u` accepts, `v` draws again.
+            drawn_from: the distribution q; None if the draft was looked up.
+            u, v: independent random numbers in [0, 1): `u` decides about the draft, `v` draws a token if it is refused.
         """
         wanted = self.dense(vocab_size)
         if drawn_from is None:

@@ -1,4 +1,6 @@
-"""Drafters: they propose the next tokens, so that one forward pass of the target model can verify several."""
+"""Drafters propose the next tokens of each row, so that one forward pass of the target model can verify several
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _CATCH_UP_TOKENS = 128
 
 
 class Drafter(Protocol):
-    """A source of draft tokens. A wrong draft costs time, but never changes a token."""
+    """A source of draft tokens. A wrong draft costs time, but does not change the output."""
 
     fills_kv: bool
     """Whether the drafter has KV groups of its own."""
@@ -32,7 +34,7 @@ class Drafter(Protocol):
     """Depths of the target model whose hidden states the drafter reads (trained heads, EAGLE); see `Taps`."""
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
-        """Note a step that the target model has computed. The rows already include the tokens that were chosen.
+        """Note a step that the target model has computed. The rows already include the tokens that the step has chosen.
 
         Args:
             states: hidden states [tokens, hidden] of the tokens of `inputs`, for each depth in `taps`.
@@ -53,7 +55,7 @@ class NewestStates:
     hidden: Tensor
     """[n, hidden], after the final norm."""
     places: Mapping[int, int]
-    """The place of each row's state in `hidden`."""
+    """For each row of the device's state, the index of its hidden state in `hidden`."""
 
     def of(self, rows: Sequence[int]) -> Tensor:
         """Return the states of these rows, [rows, hidden], as a copy."""
@@ -85,7 +87,7 @@ class PromptLookup:
         return sum(rows.drafts[row] for row in wanted)
 
     def lookup(self, context: np.ndarray, count: int, media: Sequence[MediaSpan] = ()) -> list[int]:
-        """Return up to `count` token ids that may follow a context int32 [tokens]; none without a match.
+        """Return up to `count` token ids that may follow a context int32 [tokens]; an empty list without a match.
 
         Args:
             media: spans of the context. Their tokens are never drafted.
@@ -110,11 +112,11 @@ class PromptLookup:
 def draft_next(
     rows: Rows, row: int, end: int, logits: Tensor, draws: bool, chooser: TokenChooser | None
 ) -> tuple[Draft, bool]:
-    """Draft a token after the first `end` tokens of a row, drafts included, and put it there.
+    """Draft a token to follow the first `end` tokens of a row, earlier drafts included, and add it to the row's drafts.
 
     Args:
         logits: fp32 [vocab] after these tokens; overwritten.
-        draws, chooser: see `sampler.propose`.
+        draws, chooser: the arguments of `sampler.propose`.
 
     Returns:
         The draft, and whether it would be the row's last token.
@@ -129,7 +131,7 @@ class ModelDrafter:
     """A model that drafts: a smaller one with KV groups of its own, or the target's first layers with its head.
 
     Args:
-        draws: see `sampler.propose`.
+        draws: the argument of `sampler.propose`.
         first_group: index of the model's first group in the layout.
         layers: number of the target's first layers, which share its KV; None runs all layers of a smaller model.
         chooser: the kernels' chooser of tokens, if they have one.
@@ -155,7 +157,7 @@ class ModelDrafter:
         self.fills_kv = layers is None
 
     def observe(self, rows: Rows, chunks: Sequence[Chunk], inputs: Inputs, states: Mapping[int, Tensor]) -> None:
-        """Compute the draft model's KV of prompts. `draft` computes its KV of later tokens."""
+        """Compute the draft model's KV of the prompts in a step. `draft` computes its KV of later tokens."""
         # A request that is handed over takes this KV along to its decode worker. It never drafts here.
         prompts = [chunk for chunk in chunks if chunk.prefills]
         if prompts and self.fills_kv:

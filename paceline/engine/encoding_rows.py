@@ -11,7 +11,7 @@ from paceline.core.kv_layout import KVLayout
 
 
 class EncodingRows:
-    """Writes and reads rows of encodings. The leases of kvtransfer say who may do so, and when.
+    """Writes and reads rows of encodings. The leases of the kvtransfer service decide who may do so, and when.
 
     Args:
         layout: a layout with encodings.

@@ -4,10 +4,10 @@
     compute: ······ step n ······│······ step n+1 ······│
 
 Two steps are in flight: while one is computed, the next one waits in the queue already. If other workers of the machine
-compute between two steps (see `core/turns.py`), planning can use that time. The next step is then planned just before
-it begins, so that it includes requests that were handed over meanwhile. While a handoff is expected, only the next step
-is planned. During a long step with prompts, no further step is planned, so that the next step can begin with a prompt
-that comes meanwhile.
+compute between two steps (`core/turns.py`), planning can use their turn. The next step is then planned just before it
+begins, so that it includes requests that were handed over during the turn. While a handoff is expected, only the next
+step is planned. During a long step with prompts, no further step is planned, so that the next step can begin with a
+prompt that arrives during the long step.
 
 Encoders run on the compute thread, too (`compute_thread.py`).
 
@@ -44,7 +44,8 @@ from paceline.kernels.block_copies import BlockCopies
 
 STEPS_IN_FLIGHT = 2
 HELD_SECONDS = 0.01
-"""Interval, in seconds, at which a worker whose background waits for other workers checks whether they still compute.
+"""Interval in seconds at which a worker checks whether other workers still compute urgent requests, while its
+background requests wait for them.
 """
 
 log = logging.getLogger(__name__)
@@ -56,11 +57,11 @@ class Engine:
     Args:
         on_events: called on the host thread; must return at once.
         on_failure: called when computing or planning has failed and the engine has stopped.
-        steps_in_flight: 1 waits for each step's results before the next is planned.
+        steps_in_flight: largest number of launched steps without results; 1 plans each step after the last results.
         turns: the turns of this worker, if other workers use the same cores.
         copies: copies blocks between the device's pool and the host's arena, if the device has a pool of its own.
         peers: pools that are asked for a block before it is loaded from the arena.
-        itl_target: target for the length of steps with urgent requests, in seconds; see `BackgroundTurns`.
+        itl_target: target for the length of steps with urgent requests, in seconds; None if there is none.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class Engine:
         """End the threads after all earlier commands and the step under way. This also waits for the turn of other
         workers.
 
-        A launched step that has not begun is dropped, because nobody would receive its results.
+        A launched step that has not begun is dropped, because no thread would take its results.
 
         Returns:
-            False if this takes longer than `timeout` seconds. Then the step may still write into its blocks.
+            False if the threads need longer than `timeout` seconds. Then the step may still write into its blocks.
         """
         self.computing.stopping = True
         self._inbox.put(None)
@@ -128,14 +129,14 @@ class Engine:
         self._inbox.put(lambda: self._add(request))
 
     def remove(self, key: Key) -> None:
-        """Drop a request. After its `Removed` event the engine does not touch its blocks any more."""
+        """Drop a request. The engine may touch the request's blocks until its event `Removed`."""
         self._inbox.put(lambda: self._scheduler.remove(key))
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
         self._inbox.put(lambda: self._scheduler.grow(key, tables))
 
     def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
-        """Give a request the slots of a span's encoding; see `Scheduler.provide`."""
+        """Give a request the slots of a span's encoding, by a call of `Scheduler.provide` on the host thread."""
         self._inbox.put(lambda: self._scheduler.provide(key, span, slots))
 
     def starve(self, key: Key) -> None:
@@ -148,20 +149,20 @@ class Engine:
         self.computing.launched.put(job)
 
     def between_steps(self, act: Callable[[], None]) -> None:
-        """Call `act` on the compute thread, after the steps that were launched before and before later ones."""
+        """Call `act` on the compute thread, after all steps that are launched now and before all later steps."""
         self.computing.launched.put(act)
 
     def forget(self, told: Callable[[int], None]) -> None:
         """Forget the blocks of the device's own pool that no request uses.
 
         Args:
-            told: called on the host thread with the number of blocks.
+            told: called on the host thread with the number of blocks that were forgotten.
         """
         self._inbox.put(lambda: told(self._scheduler.forget()))
 
     @property
     def step_seconds(self) -> float:
-        """Time since the step, or the piece of an encoder, under way began; 0 between them."""
+        """Seconds since the current step, or the current piece of an encoder, began; 0 while there is none."""
         return self.computing.step_seconds
 
     @property

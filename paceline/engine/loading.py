@@ -40,21 +40,23 @@ class Loaded:
     model: Model
     draft_model: Model | None
     layout: KVLayout
-    """The model's groups, then the draft model's. So a handoff includes the draft model's KV."""
+    """Layout of the model's KV groups, followed by those of the draft model. So a handoff includes the draft model's
+    KV.
+    """
     speculative: SpeculativeConfig | None
     grammars: Grammars
     weights: str
-    """`ModelIdentity.weights` of the model."""
+    """Digest of the model's weights, from `ModelIdentity.weights`."""
     chooser: TokenChooser | None = None
     """The kernels' chooser of tokens, if they have one."""
     assistant: Gemma4Assistant | None = None
     """A draft model that reads the model's own KV, and changes nothing in the layout."""
     load_encoders: Callable[[], Encoders] | None = None
-    """A function that loads the model's encoders; None if it has none."""
+    """A function that loads the model's encoders; None if the model has no encoders."""
 
     @property
     def max_position(self) -> int:
-        """Tokens of the longest context that all models support."""
+        """Number of tokens of the longest context that the model and the draft model support."""
         models = (self.model, self.draft_model, self.assistant)
         return min(model.config.max_position for model in models if model is not None)
 
@@ -66,7 +68,7 @@ class Loaded:
         """Return a runner of the model over `pool`, a flat tensor of the KV's dtype.
 
         Args:
-            encodings: see `ModelRunner`.
+            encodings: reads encodings from the host's arena; None if the model reads none.
         """
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
         parts = (self.model, self.layout, pool, limits, self.grammars, self._drafter(pool), probabilistic, self.chooser)
@@ -104,10 +106,10 @@ def load(
 
     Args:
         packed_dir: folder in which the workers of a host share packed weights; None shares none.
-        model_impl, trust_remote_code: see `load_model`; they also apply to the draft model.
+        model_impl, trust_remote_code: the arguments of `load_model`, also for the draft model.
 
     Raises:
-        ConfigError: the options do not go with the model or with each other.
+        ConfigError: the options contradict the model or each other.
         ModelError: a model cannot be read.
     """
     check_speculative(speculative, folder, model_impl)
@@ -149,10 +151,10 @@ class LoadedEncoders:
 
     encoders: Encoders
     layout: KVLayout
-    """The layout that workers with the whole model use."""
+    """The layout of KV and encodings that workers with the whole model use."""
     max_position: int
     weights: str
-    """`ModelIdentity.weights` of the model."""
+    """Digest of the model's weights, from `ModelIdentity.weights`."""
 
 
 def load_encoders_alone(
@@ -165,7 +167,7 @@ def load_encoders_alone(
     quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
 ) -> LoadedEncoders:
-    """Load the encoders of a model without the model. For arguments and errors see `load`.
+    """Load the encoders of a model without its text model. Arguments and errors are those of `load`.
 
     Raises ConfigError if the model has no encoders.
     """

@@ -36,7 +36,7 @@ class BlockCopy(NamedTuple):
     digest: bytes
     """Name of the block's content (`Request.hash_of`)."""
     is_full: bool = True
-    """Whether the block is full. If not, its content may still change."""
+    """Whether the block is full. The content of a partial block may still change."""
 
 
 class PeerPools(Protocol):
@@ -44,7 +44,7 @@ class PeerPools(Protocol):
 
     def load(self, moves: Sequence[BlockCopy]) -> list[BlockCopy]:
         """Copy blocks from these pools into this worker's pool, and wait until they are copied. Return the blocks that
-        no pool has.
+        none of these pools has.
         """
 
     def drop_ended(self) -> None:
@@ -53,10 +53,10 @@ class PeerPools(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """Blocks that were in the pool at the time of the search."""
+    """Blocks that were in the pool when `PoolDirectory.find` looked for them."""
 
     indices: np.ndarray
-    """int64 [found]: index of each found block in the list that was searched for."""
+    """int64 [found]: index of each found block in the argument of `PoolDirectory.find`."""
     pool_slots: np.ndarray
     arena_slots: np.ndarray
     stamps: np.ndarray
@@ -68,7 +68,7 @@ class PoolDirectory:
     Args:
         memory: shared memory of `bytes_for(arena_slots)` bytes, aligned to 8 bytes, zeros at first.
         slots: number of slots of the pool.
-        fence: orders what this thread reads and writes before and after it, for all processes.
+        fence: a memory fence: all processes see this thread's reads and writes before the call ahead of those after it.
     """
 
     def __init__(self, memory: memoryview, arena_slots: int, slots: int, fence: Callable[[], None]) -> None:

@@ -1,26 +1,27 @@
-"""How the prompts of one worker share its steps. Pure: the clock is the number of prompt tokens that were planned, and
-instants in seconds are arguments.
+"""The rule by which the prompts of one worker share its steps. Pure: the clock is the number of prompt tokens that were
+planned so far, and instants in seconds are arguments.
 
-The prompt with the fewest tokens left goes first, because this gives the least mean time to first token. So that short
-prompts do not starve long ones, each prompt has a due instant on that clock, and the prompt that is due first goes
+The prompt with the fewest tokens left should go first, because this gives the least mean time to first token. But short
+prompts must not starve long ones. So each prompt has a due instant on the clock, and the prompt that is due first goes
 first:
 
     due = clock at its arrival + patience            patience = min(AGING * tokens left, slack)
 
 The slack is what the prompt's objective leaves: the tokens that the worker can compute until the objective's deadline,
 minus the prompt's own tokens. Among equal prompts the order is that of arrival. A prompt becomes more urgent while it
-is computed, so two equal prompts do not take turns, which would delay one and help neither. A prompt that is overtaken
-keeps its KV, so changing to another prompt costs nothing but the row and the blocks that it holds.
+is computed. So two equal prompts do not take turns, which would delay one of them and help neither. A prompt that is
+overtaken keeps its KV, so changing to another prompt costs nothing but the row and the blocks that it holds.
 
 A long prompt that goes first only because it has waited would delay short prompts by all its steps. So it takes turns
-with prompts that have fewer tokens left and fit into one step: each side gets half of the tokens. So later prompts
-delay a prompt by at most AGING times its own tokens, and after that they at most double its time.
+with prompts that have fewer tokens left and fit into one step: each side gets half of the tokens. Altogether, later
+prompts delay a prompt by at most AGING times its own tokens, and then at most double its remaining time.
 
-A step under way cannot be interrupted, and a first token is known only at its end. So after a prompt's last tokens, a
-step gets more only until it is half full. It also gets only half of a prompt that takes several steps if another prompt
-that would go before it will probably come meanwhile, because one came lately. Arrivals of the background do not count:
-they go before no client's prompt, and nobody waits for their first tokens. A token costs somewhat more in half a step
-than in a whole one. Still smaller steps would read the weights too often.
+A step under way cannot be interrupted, and a first token is known only at the step's end. So a step that has the last
+tokens of a prompt gets more tokens only until it is half full. A step with a part of a longer prompt also gets at most
+half of its tokens if a more urgent prompt will probably arrive during the step, because such a prompt arrived lately.
+Arrivals of the background do not count, because they precede no client's prompt, and no client waits for their first
+tokens. A token costs somewhat more in half a step than in a whole one. Even smaller steps would read the weights too
+often.
 """
 
 from __future__ import annotations
@@ -31,33 +32,37 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 AGING = 4
-"""Tokens of later prompts that may be computed before a prompt, for each token that is left of it."""
+"""Number of tokens of later prompts that may be computed before a prompt, for each token that the prompt has left."""
 
 RECENT_STEPS = 8
-"""An arrival is recent until the worker has planned, or had the time to compute, the prompt tokens of this number of
-whole steps. After a recent arrival, a prompt like it will probably come soon."""
+"""An arrival is recent until the worker has planned this number of whole steps of prompt tokens, or has had the time to
+compute them. After a recent arrival, a prompt like it will probably come soon.
+"""
 
 _REMEMBERED = 32
-"""Largest number of arrivals that are remembered, without those of the background."""
+"""Largest number of arrivals that are remembered. Arrivals of background requests are not remembered."""
 
 LONG_SECONDS = 0.02
-"""Time of a step from which on the step after it is not planned before it ends. Planning takes about a millisecond, and
-a prompt that comes meanwhile would have to wait for both steps."""
+"""If a step takes at least this many seconds, the next step is planned only after its end. Planning takes about a
+millisecond, and a prompt that arrives during the step would otherwise have to wait for both steps.
+"""
 
 
 class Arrival(NamedTuple):
     """The arrival of a prompt."""
 
     number: int
-    """Number of prompts that arrived before it."""
+    """Number of prompts that arrived before this one."""
     clock: int
-    """Prompt tokens that were planned before it arrived."""
+    """Instant of the arrival on the clock: the number of prompt tokens that were planned before it."""
     tokens: int = 0
-    """Number of its tokens that had to be computed."""
+    """Number of the prompt's tokens that were not cached when it arrived."""
     slack: float = math.inf
-    """Prompt tokens that may be computed before this prompt so that its objective is met; infinite without one."""
+    """Number of other prompts' tokens that may be computed first so that this prompt still meets its objective;
+    infinite without an objective.
+    """
     at: float = 0.0
-    """Time of the arrival, in seconds."""
+    """Instant of the arrival, in seconds on the clock of `PromptOrder.share`."""
 
     def due(self, left: int) -> float:
         """Return the due instant, on the clock of planned tokens, of a prompt with `left` unplanned tokens. Prompts
@@ -67,23 +72,23 @@ class Arrival(NamedTuple):
 
 
 class OrderedPrompt(Protocol):
-    """A prompt that is not completely planned."""
+    """A prompt with tokens that no step computes yet."""
 
     prompt_arrival: Arrival | None
-    """None until a step could include it."""
+    """Arrival of the prompt; None until a step could include the prompt."""
 
     @property
     def background(self) -> bool:
-        """Whether nobody waits for it, so that it comes after all others."""
+        """Whether no client waits for the prompt, so that it comes after all other prompts."""
 
     @property
     def left_len(self) -> int:
-        """Tokens that are not planned."""
+        """Number of the prompt's tokens that no planned step computes."""
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Limit for the time to first token, in seconds from arrival; None without an objective; 0 if its client has
-        tokens already, and waits for the next one.
+        """Limit for the time to first token, in seconds from arrival; None without an objective. 0 if the client has
+        tokens already and waits for the next one.
         """
 
 
@@ -102,9 +107,11 @@ class PromptOrder:
         self._recent = RECENT_STEPS * step_tokens
         self._clock = self._arrivals = 0
         self._leader = -1
-        """Number of the most urgent prompt; -1 if there is none."""
+        """`Arrival.number` of the most urgent prompt; -1 if there is none."""
         self._lead = 0
-        """Tokens that this prompt got since it is the most urgent, minus those that others got; at most half a step."""
+        """Tokens that the most urgent prompt got since it became the most urgent, minus tokens that other prompts got;
+        at most half a step.
+        """
         self._newest: deque[Arrival] = deque(maxlen=_REMEMBERED)
 
     def share(
@@ -115,15 +122,13 @@ class PromptOrder:
         take: Callable[[P, int], int],
         now: float = 0.0,
     ) -> None:
-        """Share the tokens of one step.
+        """Share the prompt tokens of one step among prompts, by calls of `take`.
 
         Args:
             prompts: prompts that this step may include, in the order of their arrival.
-            room: the most tokens of prompts in this step.
-            tokens_per_second: measured rate of prompts; 0 if it is unknown, and then neither new objectives nor the
-                time since an arrival count.
-            take: a function that plans about the given number of tokens of a prompt, or fewer, and returns the number
-                that it has planned: 0 if the prompt cannot continue now.
+            room: largest number of prompt tokens in this step.
+            tokens_per_second: measured speed of prefill; 0 if unknown, which ignores ages and new objectives.
+            take: plans up to about this many tokens of a prompt; returns how many, 0 if the prompt cannot continue now.
             now: the present instant, in seconds of any clock.
         """
         waiting = list(prompts)
@@ -195,10 +200,10 @@ class PromptOrder:
 
 
 def is_long(tokens: int, tokens_per_second: float) -> bool:
-    """Return whether a step with `tokens` prompt tokens is so long that the next one is planned only after it.
+    """Return whether a step with `tokens` prompt tokens is so long that the next step is planned only after its end.
 
     Args:
-        tokens_per_second: measured rate of prompts; 0 if it is unknown.
+        tokens_per_second: measured speed of prefill; 0 if it is unknown.
     """
     return tokens > LONG_SECONDS * tokens_per_second > 0
 

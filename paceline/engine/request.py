@@ -28,11 +28,11 @@ class Residence(Enum):
     SWAPPING_OUT = "swapping out"
     """The request leaves the pool until there is room again. Steps in flight or copies still use its blocks."""
     PREEMPTED = "preempted"
-    """The request leaves the engine to make room. The results of its steps in flight still count."""
+    """The request leaves the engine to make room. Results of steps in flight still count."""
     ENDED = "ended"
-    """The request leaves because the engine is done with it. The results of its steps in flight are dropped."""
+    """The request leaves because the engine has finished it. Results of steps in flight are dropped."""
     REMOVED = "removed"
-    """The request leaves because the service dropped it. The results of its steps in flight are dropped."""
+    """The request leaves because the service dropped it. Results of steps in flight are dropped."""
     GONE = "gone"
     """Nothing uses the request's blocks any more, and the engine does not know the request."""
 
@@ -47,16 +47,18 @@ class RequestStats:
     """Counters of one request."""
 
     steps: int = 0
-    """Steps that gave tokens."""
+    """Number of steps that gave the request tokens."""
     drafts: int = 0
-    """Steps in which drafts were verified."""
+    """Number of steps that verified drafts of the request."""
     draft_tokens: int = 0
     accepted_tokens: int = 0
     device_blocks: int = 0
-    """Blocks that were copied from another pool of the device."""
+    """Number of blocks that were copied from another worker's pool on the same device."""
 
     def count(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Count a step that gave `tokens` tokens and accepted `accepted` of the `drafted` tokens that it verified."""
+        """Count a step that gave `tokens` tokens. It verified `drafted` draft tokens and accepted `accepted` of
+        them.
+        """
         if tokens:
             self.steps += 1
             self.drafts += drafted > 0
@@ -87,12 +89,12 @@ class Request:
     has_readers: bool = False
     """Whether another host reads the blocks while they become full."""
     background: bool = False
-    """Whether nobody waits for the request; see `BackgroundTurns`."""
+    """Whether no client waits for the request, so that it comes after all others (`BackgroundTurns`)."""
     wanted_seconds: float | None = None
     """Limit for the time to first token, in seconds from its arrival at this worker; None if it has no objective."""
     kept_len: int = 0
     """Number of prompt tokens after which the partial blocks are copied, so that other requests can continue from
-    there; 0 if no copies are planned (any more).
+    there; 0 if no copies are to be made, or after they were made.
     """
     spare: list[int] = field(default_factory=list)
     """[groups]: slots of the arena for the copies at `kept_len`; empty if there are none."""
@@ -103,17 +105,17 @@ class Request:
     """Slots of the arena with the encoding of a span, by the index of the span in the context. A span whose encoding is
     not computed yet is missing."""
     media_end: int = field(init=False)
-    """End of the last span of media; 0 if there is none."""
+    """Index of the token after the last span of media; 0 if the context has no spans."""
     sealed_blocks: list[int] = field(init=False)
-    """[groups]: number of blocks at the front that are sealed."""
+    """[groups]: number of sealed blocks at the front of the context."""
     place: Residence = field(default=Residence.WAITING, init=False)
     growing: bool = field(default=False, init=False)
-    """Whether the engine has asked for more blocks and does not have them yet."""
+    """Whether the engine has asked for more blocks and has not got them yet."""
     row: int | None = field(default=None, init=False)
-    """Row of the device's state."""
+    """Row of the device's state that the request has; None if it has none."""
     launched: deque[int] = field(default_factory=deque, init=False)
-    """For each step in flight that includes the request, the most tokens that the step can give: 0 if it does not
-    sample. A step that samples gives at least one token.
+    """For each step in flight that includes the request, oldest first: the largest number of tokens that the step can
+    give. 0 if the step does not sample; otherwise the step gives at least one token.
     """
     drafts: int = field(default=0, init=False)
     """Number of tokens that the newest planned step drafts for the following step."""
@@ -123,7 +125,7 @@ class Request:
     prompt_arrival: Arrival | None = field(default=None, init=False)
     """Arrival among the prompts of the worker; None until a step could include the prompt."""
     joined_len: int = field(init=False)
-    """Number of tokens that the request came with."""
+    """Number of tokens that the context had when the request joined this engine."""
     planned_len: int = field(init=False)
     """Number of tokens at the front of the context that are computed or in flight."""
 
@@ -145,12 +147,12 @@ class Request:
 
     @property
     def least_len(self) -> int:
-        """Least tokens of the context after all launched steps."""
+        """Least number of tokens that the context can have after all launched steps."""
         return len(self.token_ids) + len(self.launched) - self.launched.count(0)
 
     @property
     def most_len(self) -> int:
-        """Largest number of tokens of the context after all launched steps."""
+        """Largest number of tokens that the context can have after all launched steps."""
         return len(self.token_ids) + sum(self.launched)
 
     @property
@@ -161,7 +163,7 @@ class Request:
 
     @property
     def left_len(self) -> int:
-        """Known tokens that are neither computed nor in flight."""
+        """Number of known tokens that are neither computed nor in flight."""
         return len(self.token_ids) - self.planned_len
 
     @property
@@ -173,7 +175,7 @@ class Request:
 
     @property
     def ready_len(self) -> int:
-        """Tokens at the front of the context that have no span, or whose encodings are there."""
+        """Number of tokens at the front of the context, up to the first span of media whose encoding is missing."""
         for index, span in enumerate(self.context.media):
             if span.end > self.planned_len and index not in self.encodings:
                 return span.start
@@ -182,7 +184,7 @@ class Request:
     def chunk_end(self, end: int, whole: Collection[MediaKind]) -> int:
         """Return the end of a chunk from `planned_len` to about `end` that does not cut a span of one of these kinds.
 
-        It ends before the span if it computes anything before it. Otherwise it ends after the span.
+        The chunk ends before such a span if it has tokens before the span. Otherwise it ends after the span.
         """
         for span in self.context.media:
             if span.start < end < span.end and span.kind in whole:
@@ -190,13 +192,13 @@ class Request:
         return end
 
     def limit(self, max_model_len: int) -> int:
-        """Return the most tokens that the context may have."""
+        """Return the largest number of tokens that the context may have."""
         wanted = self.joined_len + 1 if self.only_first_token else self.prompt_len + self.sampling.max_tokens
         return min(wanted, max_model_len)
 
     @property
     def capacity(self) -> int:
-        """Tokens that fit into the blocks."""
+        """Number of tokens of the context that fit into the request's blocks."""
         return self.capacity_of(self.tables)
 
     def capacity_of(self, tables: list[list[int]]) -> int:
@@ -208,7 +210,7 @@ class Request:
         self.computed_len = self.planned_len = self.drafter_len = 0
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
-        """Return the reason why the token sampled last ends the request, or None."""
+        """Return the reason why the token sampled last ends the request; None if the request goes on."""
         if self.sampling.ends(self.token_ids[-1], self.output_len):
             return FinishReason.STOP
         if self.output_len >= self.sampling.max_tokens or len(self.token_ids) >= max_model_len:
@@ -216,7 +218,9 @@ class Request:
         return None
 
     def seal_full_blocks(self, group_index: int) -> tuple[int, list[bytes]]:
-        """Mark blocks that have become full as sealed; return the index of the first one and the names of all."""
+        """Mark the blocks that have become full as sealed. Return the index of the first of them, and the names of all
+        of them.
+        """
         block_tokens = self.layout.groups[group_index].block_tokens
         first, end = self.sealed_blocks[group_index], self.filled_len(group_index) // block_tokens
         if first >= end:
@@ -225,12 +229,13 @@ class Request:
         return first, [self.hash_of(group_index, index) for index in range(first, end)]
 
     def hash_of(self, group_index: int, block: int) -> bytes:
-        """Return the name of a block's content; if the block is not full, of its content so far."""
+        """Return the name of a block's content. If the block is not full, this is the name of its content so far."""
         return self.context.block_name(self.layout, group_index, block, self.filled_len(group_index))
 
     def trim_behind_window(self, group_index: int) -> int:
-        """Drop blocks that no later query reads; return the number of empty entries at the front, or 0 if none is
-        new."""
+        """Drop blocks that no later query reads. Return the number of empty entries at the front; 0 if no block was
+        dropped.
+        """
         first_needed = self.layout.groups[group_index].first_needed_block(self.filled_len(group_index))
         table = self.tables[group_index]
         if first_needed == 0 or table[first_needed - 1] == NO_SLOT:
@@ -245,8 +250,8 @@ class Request:
 
     @property
     def has_tail(self) -> bool:
-        """Whether the KV of the computed tokens is there in all groups, and ends in a partial block. Another request
-        needs that block to continue after these tokens.
+        """Whether all groups have the KV of the computed tokens, and it ends in a partial block. Another request needs
+        this block to continue after these tokens.
         """
         layout, end = self.layout, self.computed_len
         is_whole = all(self.filled_len(index) == end for index in range(len(layout.groups)))

@@ -1,4 +1,4 @@
-"""The requests of a scheduler and the place of each, a state machine. Pure, like the scheduler.
+"""The requests of a scheduler and the place of each request: a state machine. Pure, like the scheduler.
 
     add ─▶ WAITING ─▶ LOADING ─▶ RUNNING ─▶ SWAPPING_OUT ─▶ WAITING …
                  │                  │
@@ -29,7 +29,7 @@ TRANSITIONS: dict[Residence, frozenset[Residence]] = {
     Residence.REMOVED: frozenset((Residence.REMOVED, Residence.GONE)),
     Residence.GONE: frozenset(),
 }
-"""The places to which a request may move from each place."""
+"""For each place, the places to which a request may move from there."""
 
 
 class Residents:
@@ -57,7 +57,7 @@ class Residents:
     # ---- reading
 
     def find(self, key: Key) -> Request | None:
-        """Return the request of this key; None if there is none or it is leaving."""
+        """Return the request with this key; None if there is no such request or it is leaving."""
         return self._staying.get(key)
 
     def find_in_step(self, key: Key) -> Request:
@@ -82,7 +82,9 @@ class Residents:
         self._staying[request.key] = request
 
     def remove(self, key: Key) -> None:
-        """Drop a request if it is still here. `Removed` follows when neither a step nor a copy uses its blocks."""
+        """Drop a request if the engine still has it. The event `Removed` follows when no step and no copy uses its
+        blocks.
+        """
         request = self._staying.get(key) or self._leaving.get(key)
         if request is None:
             self._emit(Removed(key))
@@ -90,7 +92,7 @@ class Residents:
             self._leave(request, Residence.REMOVED)
 
     def end(self, request: Request) -> None:
-        """Let a request leave because the engine is done with it."""
+        """Let a request leave because the engine has finished it."""
         self._leave(request, Residence.ENDED)
 
     def _leave(self, request: Request, place: Residence) -> None:
@@ -116,8 +118,8 @@ class Residents:
             self._grown[key] = request
 
     def starve(self, key: Key) -> None:
-        """Note that there are no blocks for this request now. The newest request is preempted to make room; requests of
-        the background are preempted first.
+        """Note that the arena has no blocks for this request now, and preempt the newest request to make room. Requests
+        of the background are preempted before all others.
         """
         if (request := self._staying.get(key)) is None:
             return
@@ -142,15 +144,15 @@ class Residents:
     # ---- the pool
 
     def begin_plan(self) -> None:
-        """Admit requests to the pool, and allow another preemption."""
+        """Begin to plan a step: admit requests to the pool, and allow another preemption."""
         self._made_room = False
         self.admit()
 
     def admit(self) -> None:
         """Give requests slots in the pool while there is room.
 
-        First come growing requests that are in the pool, then other requests in order of arrival, and then requests of
-        the background. An urgent request may take slots from the background.
+        Growing requests in the pool come first, then other requests in order of arrival, then requests of the
+        background. An urgent request may take slots from requests of the background.
         """
         for key, request in list(self._grown.items()):
             while request.place in (Residence.LOADING, Residence.RUNNING) and not self._pool.extend(request):
@@ -183,7 +185,7 @@ class Residents:
         return last.place is Residence.WAITING
 
     def finish_copies(self, copies: CopyBatch, seconds: float) -> None:
-        """Note that a batch was copied, in `seconds`."""
+        """Note that a batch was copied in `seconds` seconds."""
         request = copies.request
         for event in self._pool.finish_copies(copies, seconds):
             self._emit(event)
@@ -203,12 +205,12 @@ class Residents:
         """Note that a step includes the request.
 
         Args:
-            most_tokens: most tokens that the step can give; 0 if it does not sample.
+            most_tokens: largest number of tokens that the step can give the request; 0 if it does not sample.
         """
         request.launched.append(most_tokens)
 
     def land(self, request: Request) -> None:
-        """Note that the results of the oldest step in flight with the request have come."""
+        """Note that the results of the oldest step in flight that includes the request have come."""
         request.launched.popleft()
         self._settle(request)
 

@@ -1,4 +1,4 @@
-"""Bringing requests, their blocks and the counters up to date with the results of steps."""
+"""Updates of requests, of their blocks and of the counters with the results of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paceline.engine.step import (
 
 
 class Results:
-    """The part of the scheduler that takes in results.
+    """The part of the scheduler that updates requests with the results of steps.
 
     Args:
         max_model_len: tokens of the longest context.
@@ -39,7 +39,9 @@ class Results:
         self._stats = stats
 
     def observe(self, step: Step, result: StepResult) -> None:
-        """Measure a step. Only steps without prompts say something about the cost of decoding."""
+        """Measure a step for counters and for the choice of drafts. Only steps without prompts measure the cost of
+        decoding.
+        """
         self._stats.count_step(step, result)
         if all(chunk.follows for chunk in step.chunks):
             tokens = sum(1 + chunk.drafted for chunk in result.chunks if chunk.tokens)
@@ -49,14 +51,14 @@ class Results:
     def apply(
         self, request: Request, chunk: Chunk, result: ChunkResult, drafter_len: int, seconds: float
     ) -> tuple[list[Event], bool]:
-        """Bring a request up to date with the result of its chunk.
+        """Update a request with the result of its chunk.
 
         Args:
-            drafter_len: tokens for which a draft model has KV of its own.
-            seconds: time of the whole step.
+            drafter_len: number of the request's tokens for which a draft model has KV of its own.
+            seconds: duration of the whole step.
 
         Returns:
-            Events in order, and whether the engine is done with the request.
+            Events in order, and whether the engine has finished the request.
         """
         if result.failure is not None:
             # The step's KV may be wrong, so its blocks are neither sealed nor handed over.

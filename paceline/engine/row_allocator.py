@@ -1,4 +1,4 @@
-"""Rows of the device's state: the request in each row, and the changes that the device must be told."""
+"""Rows of the device's state: the request in each row, and changes of rows that the next step must tell the device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from paceline.engine.step import RowAssigned, RowEncoded, RowExtended, RowUpdate
 
 
 class RowAllocator:
-    """The rows of the device's state, and the changes that the device does not know yet.
+    """Assigns rows of the device's state to requests, and collects the changes that the device does not know yet.
 
     Args:
-        rows: most requests that run at the same time.
+        rows: largest number of requests that run at the same time.
         max_model_len: tokens of the longest context.
     """
 
@@ -23,7 +23,7 @@ class RowAllocator:
         self._updates: list[RowUpdate] = []
 
     def assign(self, request: Request, tables: list[list[int]]) -> bool:
-        """Give a request a row. Return False if none is free.
+        """Give a request a row. Return False if no row is free.
 
         Args:
             tables: the request's tables in the pool.
@@ -48,7 +48,7 @@ class RowAllocator:
         return request.row is not None
 
     def encode(self, request: Request, span: int) -> None:
-        """Note that a span's encoding is there, so that the device is told its slots."""
+        """Note that a span's encoding is available, so that the next step tells the device its slots."""
         if request.row is not None:
             self._updates.append(RowEncoded(request.row, span, request.encodings[span]))
 

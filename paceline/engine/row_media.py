@@ -24,8 +24,8 @@ from paceline.models.base import EncodedRows
 
 
 def position_shifts(media: Sequence[MediaSpan]) -> list[int]:
-    """Return the numbers to add to the index of a text token to get its position: before each span, and after the last
-    one.
+    """Return the numbers to add to the index of a text token to get its position: one for the text before each span,
+    and one for the text after the last span.
 
     Args:
         media: the spans of a context. Tokens of a span without a grid count like text.
@@ -42,7 +42,7 @@ def grid_positions(span: MediaSpan, start: int, end: int) -> np.ndarray:
 
 
 class MediaPiece(NamedTuple):
-    """Tokens [start, end) of a row. In the step, they begin at token `begin`."""
+    """Tokens [start, end) of a row. Among the tokens of the step, they begin at index `begin`."""
 
     row: int
     start: int
@@ -65,8 +65,8 @@ class RowMedia:
     """The spans in the contexts of up to `count` rows, and their encodings.
 
     Args:
-        whole: kinds of media whose tokens attend to each other. A step computes all tokens of their spans at once.
-        encodings: None if the model reads none.
+        whole: kinds of media whose tokens attend to each other. A step computes all tokens of such a span at once.
+        encodings: reads encodings from the arena; None if the model reads no encodings.
         device: the device of the model.
     """
 
@@ -85,7 +85,7 @@ class RowMedia:
         self._device = device
 
     def assign(self, update: RowAssigned) -> None:
-        """Note the spans of a row's new request."""
+        """Note the spans of media of the new request in a row."""
         spans = self.spans[update.row] = update.media
         self.ends[update.row] = spans[-1].end if spans else 0
         *self._span_shifts[update.row], self.shifts[update.row] = position_shifts(spans)
@@ -96,7 +96,7 @@ class RowMedia:
         self._slots[update.row][update.span] = update.slots
 
     def encoded(self, pieces: Sequence[MediaPiece]) -> EncodedRows | None:
-        """Return the rows of encodings that a step reads; None if it reads none."""
+        """Return the rows of encodings that a step with these pieces reads; None if it reads no encodings."""
         places: list[np.ndarray] = []
         rows: list[Tensor] = []
         positions: list[np.ndarray] = []
@@ -119,7 +119,7 @@ class RowMedia:
     def shift_positions(self, pieces: Sequence[MediaPiece], positions: np.ndarray) -> None:
         """Turn the indices of tokens in `positions`, int64 [tokens], into their positions.
 
-        Placeholder tokens of a grid get any positions, because their own are in `EncodedRows.positions`.
+        Values for placeholder tokens of a grid have no meaning, because their positions are in `EncodedRows.positions`.
         """
         for row, start, end, begin in pieces:
             piece_positions = positions[begin : begin + end - start]

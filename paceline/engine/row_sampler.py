@@ -1,4 +1,4 @@
-"""Choosing the tokens of a step's rows, and accepting drafts."""
+"""The choice of the tokens of a step's rows, and the acceptance of their drafts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class ChunkSpan:
     start: int
     """Index of the chunk's first token in its context."""
     inputs: range
-    """The chunk's tokens among those of the step."""
+    """Range of the chunk's tokens among the tokens of the step."""
     hidden: range
-    """Rows of the hidden states. Only the last tokens of `inputs` have some."""
+    """Rows of the step's hidden states that belong to the chunk: one for each of its last tokens."""
     logits: range
-    """Rows of the logits: one for each token after which a token may be chosen, the last ones of the chunk. Empty if
-    the chunk does not sample."""
+    """Rows of the step's logits that belong to the chunk: one for each of its last tokens, after which a token may be
+    chosen. Empty if the chunk does not sample.
+    """
 
     @property
     def length(self) -> int:
@@ -38,7 +39,7 @@ class ChunkSpan:
 
     @property
     def sampled_inputs(self) -> range:
-        """The tokens that have logits, among those of the step."""
+        """Range of the chunk's tokens with logits among the tokens of the step."""
         return self.inputs[len(self.inputs) - len(self.logits) :]
 
     @property
@@ -52,7 +53,7 @@ def locate_chunks(chunks: Sequence[Chunk], starts: Sequence[int], query_start: S
 
     Args:
         starts: [chunks]: index of each chunk's first token in its context.
-        query_start: [chunks + 1]: first token of each chunk among those of the step, and the number of all.
+        query_start: [chunks + 1]: index of each chunk's first token in the step, and the number of all tokens.
     """
     spans: list[ChunkSpan] = []
     hidden_end = logits_end = 0
@@ -69,9 +70,8 @@ class RowSampler:
     """Chooses tokens from logits: for many rows in one call if logits alone decide, otherwise row by row.
 
     Args:
-        probabilistic: accept drafts as often as the distribution allows, by separate random numbers. Otherwise, accept
-            a draft only if the same token would have been sampled without drafts, so that outputs are the same.
-        chooser: chooses tokens of all rows in one call, if they depend on logits alone.
+        probabilistic: accept drafts as often as the distribution allows; if False, only drafts that would be sampled.
+        chooser: chooses tokens of many rows in one call, if logits alone decide; None if the kernels have no such call.
     """
 
     def __init__(self, rows: Rows, constraints: Constraints, chooser: TokenChooser | None, probabilistic: bool) -> None:
@@ -119,7 +119,8 @@ class RowSampler:
     def verify(
         self, logits: Tensor, places: range, row: int, length: int, chosen: Sequence[int] | None
     ) -> tuple[list[Token], int]:
-        """Sample tokens until one differs from its draft. Return the tokens, and how many of them are drafts.
+        """Sample tokens of a chunk until one differs from its draft. Return the tokens, and the number of accepted
+        drafts.
 
         A draft that the grammar forbids is never sampled, so no mask is needed after it. If the grammar allows a draft
         but no token after it, there is no mask after it either; then the next step raises GrammarError.

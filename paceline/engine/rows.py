@@ -29,21 +29,23 @@ Span = tuple[int, int, int]
 """(row, start, end): tokens [start, end) of a row."""
 
 _SIZES = 32
-"""Number of batch sizes whose vectors are kept for reuse, because making a tensor takes longer than filling it."""
+"""Number of batch sizes whose input tensors are kept for reuse, because making a tensor takes longer than filling
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The data for sampling that do not change while a request has a row."""
+    """The data for sampling that stay the same while a request has a row."""
 
     sampling: SamplingParams
     prompt_len: int
     takes_best: bool
     allowed: np.ndarray | None
-    """Mask of the tokens that the request allows; None if it allows all."""
+    """Mask of the tokens that the request allows, as `SamplingRow.mask`; None if it allows all tokens."""
 
     def ends(self, token_id: int, length: int) -> bool:
-        """Return whether this token is the last if the context has `length` tokens, this one included."""
+        """Return whether this token ends the request if the context has `length` tokens, this token included."""
         return self.sampling.ends(token_id, length - self.prompt_len)
 
 
@@ -52,9 +54,11 @@ class Inputs:
     """The ragged batch of one step."""
 
     token_ids: Tensor
-    """int64 [tokens]"""
+    """int64 [tokens]: ids of the tokens of all chunks, one chunk after the other."""
     positions: Tensor
-    """int64 [tokens]. Placeholder tokens of a grid have other positions, which are in `encoded`."""
+    """int64 [tokens]: positions of the tokens. The positions of placeholder tokens of a grid are in `encoded`
+    instead.
+    """
     starts: list[int]
     """[chunks]: index of each chunk's first token in its context."""
     batch: AttentionBatch
@@ -65,19 +69,19 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len + max_drafts] has the context of each row and after it the row's drafts. There are
-    lists with one number for each row: `lengths` and `drafts`, the tokens of the context and the drafts after it;
-    `limits`, the most tokens that the context may have; `capacities`, the tokens that fit into its blocks;
-    `drafter_lengths`, the tokens whose KV a draft model has computed; `undraftable`, whether the row gets no more
-    drafts of a draft model, because the model has computed NaN for it.
+    `token_ids` int32 [count, max_len + max_drafts] has the context of each row, followed by the row's drafts. There are
+    lists with one number for each row: `lengths` and `drafts`, the numbers of tokens of the context and of drafts after
+    it; `limits`, the largest number of tokens that the context may have; `capacities`, the number of tokens that fit
+    into its blocks; `drafter_lengths`, the number of tokens whose KV a draft model has computed; `undraftable`, whether
+    the row gets no more drafts of a draft model, because this model has computed NaN for the row.
 
     A forward pass fills the CPU's caches with weights, so the first call of any function after it is slow. Therefore
     the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.
 
     Args:
         max_len: tokens of the longest context.
-        max_drafts: most draft tokens after a context.
-        whole_media, encodings: see `RowMedia`.
+        max_drafts: largest number of draft tokens after a context.
+        whole_media, encodings: the arguments of `RowMedia`.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class Rows:
             self._gathered.clear()
 
     def form(self, chunks: Sequence[Chunk]) -> Inputs:
-        """Return the inputs of a step. A row that has ended has no token in them."""
+        """Form the inputs of a step. Tokens of rows whose request has ended are left out."""
         spans: list[Span] = []
         for chunk in chunks:
             row, start, count = chunk.row, chunk.start, chunk.length
@@ -143,12 +147,12 @@ class Rows:
         return self.span(spans)
 
     def span(self, spans: Sequence[Span], comes_again: bool = False) -> Inputs:
-        """Return the inputs for these tokens. They are valid until the next inputs are formed.
+        """Form the inputs for these tokens. The result is valid until the next inputs are formed.
 
         Tokens after the context of a row are drafts, which a later step may take back.
 
         Args:
-            comes_again: whether the newest token of each context will be computed again, too.
+            comes_again: whether a later step also computes the newest token of each context again.
         """
         arrays, tensors = self._vectors(sum([end - start for _, start, end in spans]))
         tokens, positions, *placed = arrays
@@ -212,11 +216,11 @@ class Rows:
         return self.token_ids[row, : self.lengths[row] if length is None else length]
 
     def sampling_row(self, row: int, length: int, mask: np.ndarray | None) -> SamplingRow:
-        """Return the data for sampling the token after the row's first `length` tokens, drafts included. They are valid
-        until the next call.
+        """Return the data for sampling the token after the row's first `length` tokens, drafts included. The result is
+        valid until the next call.
 
         Args:
-            mask: see `SamplingRow`.
+            mask: tokens that the grammar allows, as `SamplingRow.mask`; None without a grammar.
         """
         fixed, settled, counts = self.row(row), self.lengths[row], self._counts[row]
         if fixed.sampling.needs_history:
@@ -226,11 +230,13 @@ class Rows:
         return SamplingRow(fixed.sampling, self.context(row, length), fixed.prompt_len, mask, counts)
 
     def drafts_of(self, row: int) -> Sequence[Draft]:
-        """Return the drafts after the context of a row."""
+        """Return the drafts that follow the context of a row, in order."""
         return self._drafts[row][: self.drafts[row]]
 
     def room_for_drafts(self, row: int) -> int:
-        """Return the most drafts that a row may have. Drafts and the token after them need room in the blocks."""
+        """Return the largest number of drafts that a row may have. The drafts and the token after them must fit into
+        the blocks.
+        """
         return max(0, min(self.capacities[row], self.limits[row] - 1) - self.lengths[row])
 
     def append(self, row: int, token_ids: Sequence[int], ended: bool) -> None:

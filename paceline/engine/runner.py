@@ -1,4 +1,6 @@
-"""The runner of steps. It forms their inputs on the device, runs the model over the paged cache, samples and drafts."""
+"""The runner of steps. It forms the inputs of a step on the device, runs the model over the paged cache, samples
+tokens, and drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ class ModelRunner:
     Args:
         pool: the blocks, flat, of the cache's dtype: [slots * layout.slot_bytes / itemsize]. On a CPU this is usually
             the arena itself, so that other workers find the blocks there.
-        drafter: proposes tokens, if there is one. If it has KV groups, they come after the model's in the layout.
-        probabilistic, chooser: see `RowSampler`.
-        encodings: reads encodings from the host's arena; None if the model reads none.
+        drafter: proposes tokens; None without speculation. Its KV groups, if any, follow those of the model.
+        probabilistic, chooser: the arguments of `RowSampler`.
+        encodings: reads encodings from the host's arena; None if the model reads no encodings.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepResult:
-        """Compute a forward pass, sample, and draft for the next step. When it returns, the KV is in the pool."""
+        """Compute a step: run the forward pass, sample tokens, and draft for the next step. Afterwards the KV is in the
+        pool.
+        """
         began, cpu_began = time.perf_counter(), time.thread_time()
         self._model_seconds = self._model_cpu_seconds = 0.0
         with _current(self._gpu):
@@ -226,7 +230,9 @@ def _newest(spans: Sequence[ChunkSpan], results: Sequence[ChunkResult]) -> dict[
 
 
 def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
-    """Return the cache of each layer, in the model's order. A layer without its own has the cache that it reads."""
+    """Return the cache of each layer, in the model's order. A layer without a cache of its own gets the cache that it
+    reads.
+    """
     by_layer: dict[int, AnyCache] = {}
     for group in layout.groups:
         shape, layers = group.shape, len(group.shape.layers)

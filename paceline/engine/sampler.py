@@ -39,22 +39,24 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """The data that sampling needs beside one row of logits."""
+    """The data that sampling needs besides one row of logits."""
 
     params: SamplingParams
     token_ids: Sequence[int] | np.ndarray
-    """The context so far. The token to choose has position len(token_ids)."""
+    """The context so far. The token that is to be chosen has position len(token_ids)."""
     prompt_len: int
     mask: np.ndarray | None = None
     """Tokens that a grammar or the request allows: uint8 [bytes], one bit a token from the lowest bit on. At least one
     bit is set."""
     counts: TokenCounts | None = None
-    """The counted tokens of the context; None to count them if penalties need them."""
+    """Counts of the context's tokens; if None, `sample` counts the tokens when penalties need the counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A drafted token, and the distribution from which it was drawn; None if it was not drawn at random."""
+    """A drafted token, and the distribution from which it was drawn. The distribution is None if the token was not
+    drawn at random.
+    """
 
     token: int
     drawn_from: TokenDistribution | None = None
@@ -66,7 +68,7 @@ def sample(logits: Tensor, row: SamplingRow, draft: Draft | None = None, chooser
     Args:
         logits: fp32 [vocab]; overwritten.
         draft: a draft to be accepted as often as the distribution allows. Without it, the token depends only on `row`.
-        chooser: draws the token if there is no draft. The token is the same as without a chooser.
+        chooser: draws the token if `draft` is None. The token is the same as without a chooser.
     """
     top = row.params.logprobs
     report = raw_logprobs(logits, top, row.params.logprob_token_ids) if top is not None else None
@@ -80,7 +82,7 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser
     Args:
         draws: draw with a random number for drafts, and keep the distribution for `sample`. Otherwise draw with the
             number that will choose the token, so that two models with the same distribution choose the same token.
-        chooser: see `sample`.
+        chooser: draws the token unless `draws` is set. The token is the same as without a chooser.
     """
     if not draws or _is_greedy(row.params):
         return Draft(_choose(logits, row, None, chooser))
@@ -90,8 +92,8 @@ def propose(logits: Tensor, row: SamplingRow, draws: bool, chooser: TokenChooser
 
 
 def as_draw(params: SamplingParams, position: int, prompt_len: int) -> Draw | None:
-    """Return the parameters that choose the token at `position`; None if its logits do not suffice, or it needs
-    logprobs.
+    """Return the parameters for a chooser of the token at `position`; None if more than the logits decides the token,
+    or if the request wants logprobs.
     """
     if not _logits_decide(params) or params.unwanted_ends(position - prompt_len):
         return None
@@ -104,9 +106,9 @@ def _draw_at(params: SamplingParams, position: int) -> Draw:
 
 
 def allowed_mask(params: SamplingParams) -> np.ndarray | None:
-    """Return the mask of the tokens that a request allows, see `SamplingRow`; None if it allows all.
+    """Return the mask of the tokens that a request allows, as `SamplingRow.mask`; None if it allows all tokens.
 
-    It is made once for each request: a list of all tokens of a large vocabulary takes longer to read than a step.
+    Callers make the mask once for each request, because reading a list of a large vocabulary takes longer than a step.
     """
     if not params.allowed_token_ids:
         return None
@@ -117,13 +119,15 @@ def allowed_mask(params: SamplingParams) -> np.ndarray | None:
 
 
 def takes_best(params: SamplingParams) -> bool:
-    """Return whether the best token is chosen at every position, whatever the context is, without logprobs."""
+    """Return whether the request always takes the token with the largest logit, and wants no logprobs."""
     # Tokens are unwanted only before min_tokens, so checking the first position is enough: there is no constraint here.
     return _is_greedy(params) and _logits_decide(params) and not params.unwanted_ends(0)
 
 
 def best_of(logits: Tensor) -> list[int]:
-    """Return the best token of each row of logits, fp32 [rows, vocab]. Of equally good tokens, the first wins."""
+    """Return the token with the largest logit in each row of fp32 [rows, vocab]. Of equal logits, the lowest token id
+    wins.
+    """
     # On a CPU, torch compares one number at a time, NumPy sixteen.
     best = logits.numpy().argmax(axis=1) if logits.device.type == "cpu" else logits.argmax(dim=1)
     return [int(token) for token in best.tolist()]
@@ -157,7 +161,7 @@ def _uniform_of(row: SamplingRow, purpose: Purpose) -> float:
 
 
 def score(logits: Tensor, token_ids: Sequence[int], top: int) -> list[Token]:
-    """Return given tokens with their logprobs, one token for each row of logits fp32 [rows, vocab]."""
+    """Return the given tokens with their logprobs, one token for each row of logits fp32 [rows, vocab]."""
     return [Token(token, raw_logprobs(row, top).of(token)) for row, token in zip(logits, token_ids)]
 
 
@@ -176,19 +180,19 @@ class LogprobReport:
     """The logprobs of one row of raw logits."""
 
     logprobs: Tensor
-    """fp32 [vocab]"""
+    """fp32 [vocab]: logprob of each token."""
     top: tuple[Logprob, ...]
     """The most likely tokens in order, or the tokens that the request names."""
 
     def of(self, token_id: int) -> tuple[Logprob, ...]:
-        """Return the entry of a token, then the entries of `top`."""
+        """Return the entry of the chosen token, then the entries of `top`."""
         logprob = self.logprobs[token_id]
         rank = int((self.logprobs > logprob).sum()) + 1
         return (Logprob(token_id, float(logprob), rank), *self.top)
 
 
 def raw_logprobs(logits: Tensor, top: int, named: Sequence[int] = ()) -> LogprobReport:
-    """Return the logprobs of one row of logits, fp32 [vocab], which must not have been changed yet.
+    """Return the logprobs of one row of raw logits, fp32 [vocab], which nothing may have changed yet.
 
     Args:
         top: number of the most likely tokens to report.

@@ -39,8 +39,8 @@ from paceline.engine.step import Chunk, Event, Step, StepResult
 class Scheduler:
     """The planner of one engine's steps. Each event reaches it as a call of a method.
 
-    `Residents` says where each request is, `ChunkPlanner` how many of its tokens come next, and `Results` what the
-    results of a chunk change.
+    `Residents` keeps the place of each request, `ChunkPlanner` chooses how many of its tokens come next, and `Results`
+    updates it with the results of chunks.
     """
 
     def __init__(self, limits: Limits, speculation: Speculation | None = None, pool: ComputePool | None = None) -> None:
@@ -63,7 +63,9 @@ class Scheduler:
         self._residents.add(request)
 
     def remove(self, key: Key) -> None:
-        """Drop a request if it is still here. `Removed` follows when neither a step nor a copy uses its blocks."""
+        """Drop a request if the engine still has it. The event `Removed` follows when no step and no copy uses its
+        blocks.
+        """
         self._residents.remove(key)
 
     def grow(self, key: Key, tables: Sequence[list[int]]) -> None:
@@ -71,14 +73,15 @@ class Scheduler:
         self._residents.grow(key, tables)
 
     def starve(self, key: Key) -> None:
-        """Note that there are no blocks for this request now. The newest request is preempted to make room, one of the
-        background if there is any."""
+        """Note that the arena has no blocks for this request now. The newest request is preempted to make room; if
+        there are requests of the background, the newest of them is.
+        """
         self._residents.starve(key)
 
     def provide(self, key: Key, span: int, slots: Sequence[int]) -> None:
         """Give a request the slots of a span's encoding. Before this call, no token of the span is computed.
 
-        The encoding must stay there until the span is computed, or `Removed` or `Preempted` has come.
+        The encoding must stay in these slots until the span is computed, or until `Removed` or `Preempted` has come.
 
         Args:
             span: index of the span in the request's context.
@@ -89,7 +92,7 @@ class Scheduler:
             self._rows.encode(request, span)
 
     def forget(self) -> int:
-        """Forget the blocks of the device's own pool that no request uses. Return how many there were."""
+        """Forget the blocks of the device's own pool that no request uses. Return the number of forgotten blocks."""
         return self._pool.forget()
 
     # ---- planning
@@ -102,11 +105,10 @@ class Scheduler:
         """Return the next step, or None if no request can continue now.
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts
-        share the rest, see `PromptOrder`. A prompt waits before a span of media whose encoding is not there.
+        share the rest by the rule of `PromptOrder`. A prompt waits before a span of media whose encoding is missing.
 
         Args:
-            background: most requests of the background that decode in this step. Their prompts are computed only if it
-                is ALL.
+            background: largest number of background requests that decode in this step; ALL also computes their prompts.
             now: the present instant, in seconds of any clock.
         """
         self._residents.begin_plan()
@@ -148,7 +150,7 @@ class Scheduler:
     # ---- results
 
     def apply(self, step: Step, result: StepResult) -> None:
-        """Bring requests up to date with the results of the oldest step in flight."""
+        """Update requests with the results of the oldest step in flight."""
         self._results.observe(step, result)
         stats = self.stats
         before = stats.prompt_tokens + stats.sampled_tokens
@@ -164,7 +166,9 @@ class Scheduler:
         stats.count_iteration(stats.prompt_tokens + stats.sampled_tokens - before)
 
     def take_copies(self) -> list[CopyBatch]:
-        """Return new copies between pool and arena since the last call, in order. First admit requests to the pool."""
+        """Admit requests to the pool. Then return the batches of copies between pool and arena since the last call, in
+        order.
+        """
         self._residents.admit()
         return self._pool.take_copies()
 
@@ -172,9 +176,9 @@ class Scheduler:
         """Note that a batch was copied.
 
         Args:
-            seconds: time of the copying.
-            waited_seconds: time from the batch's submission to its begin.
-            from_device: number of its loaded blocks that came from other pools of the device.
+            seconds: duration of the copying.
+            waited_seconds: time from the batch's submission to the beginning of its copying.
+            from_device: number of the batch's loaded blocks that came from other pools of the device.
         """
         copies.request.stats.device_blocks += from_device
         self.stats.count_copies(

@@ -21,7 +21,7 @@ _PROBE_SHARE = 0.005
 _LEAST_PRICE = 0.05
 """Least cost of a draft, as a share of the time per token. Every draft costs something, even if noise hides it."""
 _HOPE = 0.6
-"""Assumed acceptance rate before any drafts were verified."""
+"""Acceptance rate that is assumed before any drafts were verified, from 0 to 1."""
 
 
 @dataclass(slots=True)
@@ -36,14 +36,17 @@ class Acceptance:
         return self.accepted / (self.accepted + self.refused)
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """Count the first `accepted` of `drafted` drafts as accepted, and the next as refused; ignore later ones."""
+        """Count the first `accepted` of `drafted` drafts as accepted, and the next draft as refused. Ignore later
+        drafts.
+        """
         self.accepted = self.accepted * _KEPT + accepted
         self.refused = self.refused * _KEPT + (accepted < drafted)
 
 
 class StepCost:
-    """The time that one more token adds to a step. Each step is compared with the step before it, if that has another
-    number of tokens, and the median counts. So it hardly matters if other programs slow the machine down for a while.
+    """The time that one more token adds to a step. Each step is compared with the step before it, if their numbers of
+    tokens differ, and the median of these comparisons counts. So other programs that slow the machine down for a while
+    hardly matter.
     """
 
     def __init__(self) -> None:
@@ -63,11 +66,11 @@ class StepCost:
 
 
 class Speculation:
-    """The chooser of the number of drafts for the requests of one worker.
+    """Chooses the number of tokens to draft for each request of one worker, by measured times.
 
     Args:
-        most: most drafts of one request in one step; with 0, there are none.
-        adaptive: whether measurements decide. If not, there are always `most` drafts.
+        most: largest number of drafts of one request in one step; 0 turns drafting off.
+        adaptive: choose the number of drafts by measurements; otherwise draft `most` tokens always.
     """
 
     def __init__(self, most: int, adaptive: bool = True) -> None:
@@ -82,7 +85,7 @@ class Speculation:
         self._next_probe = 0
 
     def newcomer(self) -> Acceptance:
-        """Return the acceptance of a new request: the average rate of all requests."""
+        """Return the acceptance with which a new request begins: the average rate of all requests."""
         rate = self._typical.rate
         return Acceptance(rate, 1.0 - rate)
 
@@ -90,10 +93,10 @@ class Speculation:
         """Measure a step without prompts.
 
         Args:
-            tokens: computed tokens, verified drafts included.
-            given: tokens that requests have got from the step.
-            drafted: tokens drafted for the next step.
-            seconds: time of the whole step, `draft_seconds` included.
+            tokens: number of tokens that the step computed, verified drafts included.
+            given: number of tokens that requests have got from the step.
+            drafted: number of tokens drafted for the next step.
+            seconds: duration of the whole step, `draft_seconds` included.
         """
         self._steps += 1
         self._cost.observe(tokens, seconds - draft_seconds)

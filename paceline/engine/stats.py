@@ -30,9 +30,9 @@ REQUEST_SECONDS = Family(
 )
 
 ITERATION_BOUNDS = (1, *(8 * 2**power for power in range(12)))
-"""Bounds of the buckets of ITERATION_TOKENS."""
+"""Upper bounds of the buckets of the histogram ITERATION_TOKENS."""
 MEASURED_TOKENS = 128
-"""The speed of prefill is measured in steps with at least this many prompt tokens."""
+"""Least number of prompt tokens in a step from which the speed of prefill is measured."""
 
 
 class StepLog:
@@ -48,7 +48,7 @@ class StepLog:
         self._clock = clock
 
     def note(self, step: Step, result: StepResult) -> None:
-        """Note a step that was computed. It must be cheap, because the next step may wait for it."""
+        """Note a step that was computed. This must be fast, because the next step may wait for it."""
         prompt_tokens = prompt_pairs = sequences = drafts = context_tokens = 0
         for chunk, outcome in zip(step.chunks, result.chunks, strict=True):
             start, length = chunk.start, chunk.length
@@ -72,43 +72,47 @@ class StepLog:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start."""
+    """Counters of a scheduler since its start."""
 
     steps: int = 0
     computed_tokens: int = 0
     prompt_tokens: int = 0
-    """Tokens of prompts that were computed. A token that is computed again counts again."""
+    """Number of computed prompt tokens. A token that is computed again counts again."""
     sampled_tokens: int = 0
     drafts: int = counted(DRAFTS)
-    """Times that the drafts of one request were verified in a step."""
+    """Number of times that a step verified drafts of a request: one for each request and step."""
     draft_tokens: int = counted(DRAFT_TOKENS)
     accepted_tokens: int = counted(ACCEPTED_TOKENS)
     accepted_by_position: list[int] = field(default_factory=list)
-    """Times that the first, second, … draft was accepted."""
+    """For each place among the drafts of a step, the number of times that the draft at this place was accepted."""
     preemptions: int = counted(PREEMPTIONS)
     swap_outs: int = counted(SWAP_OUTS)
     """Number of swap-outs, each of which moves a request's blocks from the device's pool to the arena until there is
     room again.
     """
     loaded_blocks: int = 0
-    """Blocks copied from the arena into the device's pool."""
+    """Number of blocks copied from the arena into the device's pool."""
     device_blocks: int = 0
-    """Blocks copied from another worker's pool on the same device."""
+    """Number of blocks copied from another worker's pool on the same device."""
     stored_blocks: int = 0
-    """Blocks copied from the device's pool into the arena."""
+    """Number of blocks copied from the device's pool into the arena."""
     swap_ins: Histogram = field(default_factory=lambda: Histogram("swap_in", SWAP_INS, (1, 2, 5, 10, 20, 50, 100)))
     """Seconds from the reservation of slots in the pool until the blocks were copied into them."""
     iteration_tokens: CountHistogram = field(default_factory=lambda: CountHistogram(ITERATION_TOKENS, ITERATION_BOUNDS))
     prefill_tokens_per_second: float = 0.0
-    """Speed at which large chunks of prompts were computed recently; 0 before the first one."""
+    """Recent speed of prefill in steps with large chunks of prompts, in tokens per second; 0 before the first such
+    step.
+    """
     prefill_model_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="model")
     """Seconds that the model took in steps with chunks of prompts. A step with n such chunks counts n times."""
     prefill_other_seconds: float = counted(REQUEST_SECONDS, phase="prefill", kind="other")
-    """Seconds that these steps took outside of the model (inputs, sampling, drafts), counted in the same way."""
+    """Seconds that steps with chunks of prompts took outside of the model (inputs, sampling, drafts). A step with n
+    such chunks counts n times.
+    """
     decode_model_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="model")
     decode_other_seconds: float = counted(REQUEST_SECONDS, phase="decode", kind="other")
     host_cpu_seconds: float = 0.0
-    """CPU time of the computing thread outside of the model."""
+    """CPU time of the computing thread outside of the model, in seconds."""
     loads: StepLoads = field(default_factory=StepLoads)
     """Times of steps by load."""
     log: StepLog = field(default_factory=StepLog)
@@ -140,7 +144,9 @@ class SchedulerStats:
         self.prefill_tokens_per_second = speed if known == 0 else known + (speed - known) / 8
 
     def count_iteration(self, tokens: int) -> None:
-        """Count a step's computed prompt tokens and generated tokens. A step whose requests had all ended has none."""
+        """Count a step's computed prompt tokens and generated tokens. A step is not counted if all of its
+        requests had ended.
+        """
         if tokens:
             self.iteration_tokens.observe(tokens)
 

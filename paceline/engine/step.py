@@ -1,4 +1,4 @@
-"""Steps, which the scheduler gives to the runner, their results, and the events that follow for services.
+"""The steps that the scheduler gives to the runner, their results, and the events about them for services.
 
 A `Step` is a plain value: it can be pickled, stored and computed in another process over the same KV memory. It
 contains names of requests and descriptions of constraints, but no live objects such as requests and matchers. Steps are
@@ -26,16 +26,16 @@ class Chunk(NamedTuple):  # a tuple, because each step makes many of them
     """
 
     key: Key
-    """The request."""
+    """Key of the request."""
     row: int
-    """Row of the device's state that the request has."""
+    """Row of the request in the device's state."""
     start: int
     length: int
     follows: bool
     samples: bool
     """Whether the chunk completes the context, so that the next tokens can be chosen."""
     prefills: bool
-    """Whether it computes tokens that the request came with, rather than tokens sampled here."""
+    """Whether the chunk computes tokens that the request came with, rather than tokens that this engine sampled."""
     hands_over: bool = False
     """Whether another worker of this host continues with the request after this chunk."""
     scored: int = 0
@@ -43,9 +43,9 @@ class Chunk(NamedTuple):  # a tuple, because each step makes many of them
     token is predicted from the tokens before it.
     """
     drafts: int = 0
-    """Tokens to draft after the chosen tokens, for the next step."""
+    """Number of tokens to draft after the chosen tokens, for the next step."""
     background: bool = False
-    """Whether nobody waits for the request."""
+    """Whether no client waits for the request."""
     copies: tuple[tuple[int, int], ...] = ()
     """(from, to): slots of the pool. Each block is copied before the chunk is computed, and the chunk goes on to write
     into `from`.
@@ -62,20 +62,20 @@ class RowAssigned:
 
     row: int
     token_ids: list[int]
-    """The context so far: prompt, then output."""
+    """Tokens of the context so far: the prompt, then the output."""
     prompt_len: int
     drafter_len: int
-    """Tokens whose KV is in the blocks of the drafter's groups."""
+    """Number of tokens whose KV is in the blocks of the drafter's groups."""
     sampling: SamplingParams
-    """Includes the constraint, from which the runner makes masks."""
+    """Parameters of sampling, with the constraint from which the runner makes masks."""
     limit: int
     """Largest number of tokens that the context may have."""
     tables: list[list[int]]
     """[groups][blocks]: slots of the pool."""
     capacity: int
-    """Tokens that fit into the blocks."""
+    """Number of tokens of the context that fit into the blocks."""
     media: tuple[MediaSpan, ...] = ()
-    """Spans of the context. Encodings follow in a `RowEncoded` each."""
+    """Spans of media in the context. A `RowEncoded` with the slots of its encoding follows for each span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ class RowEncoded:
 
 @dataclass(frozen=True, slots=True)
 class RowExtended:
-    """More blocks for a row."""
+    """The blocks of a row have become more."""
 
     row: int
     tables: list[list[int]]
     """The whole new block tables: [groups][blocks]."""
     capacity: int
-    """Tokens that fit into the blocks."""
+    """Number of tokens of the context that fit into the blocks."""
 
 
 RowUpdate = RowAssigned | RowExtended | RowEncoded
@@ -105,7 +105,7 @@ RowUpdate = RowAssigned | RowExtended | RowEncoded
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One forward pass, and the changes to rows that come before it."""
+    """One forward pass, and the changes of rows that the device makes before it."""
 
     chunks: tuple[Chunk, ...]
     updates: tuple[RowUpdate, ...] = ()
@@ -119,13 +119,13 @@ class ChunkResult:
     tokens: list[Token] = field(default_factory=list)
     """If the chunk samples: the accepted drafts and one more token; empty if the row had ended before."""
     drafted: int = 0
-    """Draft tokens that were verified."""
+    """Number of draft tokens that the step verified for the row."""
     accepted: int = 0
-    """Drafts that were accepted; they are the first of `tokens`."""
+    """Number of accepted drafts. They are the first entries of `tokens`."""
     scores: list[Token] = field(default_factory=list)
     """[chunk.scored]: prompt tokens with their logprobs."""
     failure: PacelineError | None = None
-    """The reason why no token can be chosen for the row; None if there is none."""
+    """The reason why no token can be chosen for the row; None if tokens can be chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +133,26 @@ class StepResult:
     """The outcome of a step, and the time that it took."""
 
     chunks: list[ChunkResult]
-    """One for each chunk, in order."""
+    """One result for each chunk of the step, in order."""
     seconds: float = 0.0
-    """Time of the whole step, drafting included."""
+    """Duration of the whole step in seconds, drafting included."""
     model_seconds: float = 0.0
-    """Time of the model's forward pass and logits; on a GPU, the time to launch them."""
+    """Seconds for the model's forward pass and logits; on a GPU, only for their launch."""
     draft_seconds: float = 0.0
-    """Time of drafting."""
+    """Seconds for drafting."""
     drafted: int = 0
-    """Tokens drafted for the next step; 0 also if `draft_seconds` says nothing about the cost of a draft."""
+    """Number of tokens drafted for the next step; also 0 if `draft_seconds` does not measure the cost of a draft."""
     drafter_lengths: Sequence[int] = ()
-    """[chunks]: tokens for which a draft model has KV of its own, drafts included; empty if there is no such model."""
+    """[chunks]: number of each row's tokens for which a draft model has KV of its own, drafts included; empty without
+    such a model.
+    """
     host_cpu_seconds: float = 0.0
-    """CPU time of the computing thread outside of the model: inputs, sampling, drafts."""
+    """CPU time of the computing thread outside of the model (inputs, sampling, drafts), in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A token was chosen. If there is a reason, the engine is done with the request."""
+    """A token was chosen. If it has a finish reason, the engine has finished the request."""
 
     key: Key
     token: Token
@@ -165,7 +167,7 @@ class Computed:
     first: int
     length: int
     seconds: float
-    """Time of the whole step."""
+    """Duration of the whole step, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +176,14 @@ class Filled:
 
     key: Key
     length: int
-    """Tokens that the request came with."""
+    """Number of tokens that the request came with."""
     context_hash: bytes
-    """Name of these tokens, see `Context.name`."""
+    """Name of the tokens that the request came with, from `Context.name`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Logprobs of prompt tokens [first, first + len(tokens))."""
+    """Logprobs of prompt tokens [first, first + len(tokens)) are known."""
 
     key: Key
     first: int
@@ -190,7 +192,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No token can be chosen for the request. The engine is done with the request."""
+    """No token can be chosen for the request. The engine has finished the request."""
 
     key: Key
     error: PacelineError
@@ -213,8 +215,8 @@ class Kept:
     key: Key
     tail: Tail
     copied: bool = False
-    """Whether they are the copies in the request's spare blocks. Otherwise they are the request's last blocks, because
-    it has ended.
+    """Whether the blocks are the copies in the request's spare blocks. Otherwise they are the request's last blocks,
+    because the request has ended.
     """
 
 

@@ -8,15 +8,15 @@ from torch import Tensor
 
 
 class TokenCounts:
-    """The number of times that each token is in a context. The context is counted once. Later changes are added and
-    removed.
+    """The number of times that each token is in a context. The whole context is counted once; later only changes are
+    counted.
 
     Counting a context of 131,072 tokens again for each new token would take 50 ms, during which all rows of a step
     wait.
 
     Args:
         context: the context so far: integers [tokens].
-        prompt_len: tokens of the prompt. The tokens after them are the output.
+        prompt_len: number of tokens of the prompt. The tokens after the prompt are the output.
     """
 
     def __init__(self, context: np.ndarray, prompt_len: int) -> None:
@@ -37,12 +37,12 @@ class TokenCounts:
         """The counted tokens after the settled tokens."""
 
     def follow(self, token_ids: np.ndarray, settled: int, length: int) -> None:
-        """Count a context that has grown, or whose drafts have changed.
+        """Update the counts to a context that has grown, or whose drafts have changed.
 
         Args:
             token_ids: integers [tokens], which begin with the context.
             settled: number of tokens that will not change. It never decreases. The tokens after them are drafts.
-            length: tokens of the context, at least `settled`.
+            length: number of tokens of the context, at least `settled`.
         """
         for place, token in enumerate(self._drafts, self._settled):
             self._add(token, place, -1)
@@ -53,13 +53,13 @@ class TokenCounts:
 
     @property
     def context(self) -> Tensor:
-        """The tokens of the context, each once: int64 [tokens]."""
+        """The distinct tokens of the context: int64 [tokens]."""
         ids, times, _ = self._table[:, : self._used]
         return torch.from_numpy(ids[times > 0])
 
     @property
     def output(self) -> tuple[Tensor, Tensor]:
-        """The tokens of the output, each once, and how often each of them is there: both int64 [tokens]."""
+        """The distinct tokens of the output, and the number of times that each occurs in it: both int64 [tokens]."""
         ids, _, times = self._table[:, : self._used]
         is_there = times > 0
         return torch.from_numpy(ids[is_there]), torch.from_numpy(times[is_there])

@@ -46,7 +46,7 @@ _PREFERRED: Mapping[str, str] = {"cpu": "native", "cuda": "triton"}
 
 
 def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
-    """Return kernels that run on `device`.
+    """Return the kernels of a backend, made for `device`.
 
     Args:
         backend: the name of a backend, or "auto" for the fastest that is installed and runs on the device.
@@ -62,7 +62,7 @@ def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
 
 
 def instruction_set_of(kernels: Kernels, device: torch.device) -> str:
-    """Return the instruction set with which `kernels` compute on `device`, as in `Numerics.instruction_set`."""
+    """Return the value of `Numerics.instruction_set` for `kernels` on `device`, such as "avx2" or "triton sm_90"."""
     if isinstance(kernels, NativeKernels):
         return kernels.instruction_set
     if device.type == "cuda":
@@ -71,7 +71,9 @@ def instruction_set_of(kernels: Kernels, device: torch.device) -> str:
 
 
 def rounds_blocks(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Return whether quantized weights are rounded to `dtype`, so that products have the bits of unpacked weights."""
+    """Return whether these kernels round quantized weights to `dtype`, so that products have the bits of unpacked
+    weights.
+    """
     in_integers = isinstance(kernels, NativeKernels) and kernels.instruction_set in INTEGER_PRODUCTS
     return dtype != torch.bfloat16 or not in_integers
 

@@ -13,7 +13,7 @@ class GroupTables:
 
     block_tokens: int
     window: int
-    """Tokens that a query attends to, itself included; 0 for all."""
+    """Number of tokens to which a query attends, itself included; 0 for all tokens before it."""
     tables: Tensor
     """int32 [requests, blocks]: slot of each block. Entries outside [first needed, context_len) are arbitrary."""
     write_slots: Tensor
@@ -32,11 +32,12 @@ class AttentionBatch:
     query_start: tuple[int, ...]
     """[requests + 1]: tokens [query_start[r], query_start[r + 1]) belong to request r."""
     context_len: tuple[int, ...]
-    """[requests]: tokens of each context, queries included."""
+    """[requests]: number of tokens of each context, queries included."""
     groups: tuple[GroupTables, ...]
     final_len: tuple[int, ...] = field(default=(), kw_only=True)
-    """[requests]: number of final tokens at the front of each context; empty if all queries are final. Tokens after
-    them are drafts, which a later step may take back, or will be computed again. Only layers with a state read this.
+    """[requests]: number of final tokens at the front of each context; empty if all queries are final. Tokens after the
+    final ones are drafts, which a later step may take back, or tokens that a later step computes again. Only layers
+    with a state read this.
     """
     last_keys: Tensor | None = field(default=None, kw_only=True)
     """int64 [tokens], on the device of the tables: position of the last key that each query sees in attention that
@@ -44,9 +45,11 @@ class AttentionBatch:
     its own."""
 
     def final_lengths(self) -> tuple[int, ...]:
-        """Return [requests]: `final_len`, or `context_len` if all tokens are final."""
+        """Return the number of final tokens of each request, [requests]: `final_len`, or `context_len` if `final_len`
+        is empty.
+        """
         return self.final_len or self.context_len
 
     def from_group(self, first: int) -> AttentionBatch:
-        """Return the same batch for a model whose groups begin with group `first`."""
+        """Return the same batch with only the groups from `first` on, for a model whose first group has this index."""
         return self if first == 0 else replace(self, groups=self.groups[first:])

@@ -12,7 +12,7 @@ from paceline.kernels.native.library import can_copy, copy_blocks
 from paceline.kernels.transfer import to_device
 
 _KERNEL_BYTES = 28 << 10
-"""Below this block size, in bytes, one kernel moves many blocks faster than the copy engine moves them one by one."""
+"""Block size in bytes below which one kernel moves many blocks faster than the copy engine moves them one by one."""
 
 
 class Copy:
@@ -39,17 +39,16 @@ class Copy:
 class BlockCopies:
     """Copies blocks between a pool on the device and the arena of the host while the device computes.
 
-    Each direction has a stream of its own. Copies begin after the work that the calling thread launched before. So they
-    read what this work has written, and overwrite nothing that it still reads.
+    Each direction has a stream of its own. Copies begin after the work that the calling thread launched earlier. So
+    they read the results of this work, and overwrite nothing that this work still reads.
 
     Args:
         pool: [slots, slot_elements] on the device.
         arena: [slots, slot_elements] of the host, of the same dtype; pinned if the device is a GPU.
-        kernel_bytes: a kernel moves blocks of fewer bytes than this, the copy engine moves larger ones. The default
-            is best for the device; on a CPU it is 0, for no kernel.
+        kernel_bytes: a kernel moves blocks of fewer bytes, the copy engine others; None for the best value.
 
     Raises:
-        ValueError: pool and arena do not fit together, or the arena is not pinned.
+        ValueError: the shapes or dtypes of pool and arena differ, or the arena is not pinned.
     """
 
     def __init__(self, pool: Tensor, arena: Tensor, kernel_bytes: int | None = None) -> None:
@@ -77,7 +76,7 @@ class BlockCopies:
         return self._copy(self._in, self._pool, pool_slots, self.arena, arena_slots)
 
     def load_from(self, pool: Tensor, slots: Sequence[int], pool_slots: Sequence[int]) -> Copy:
-        """Copy as `load` does, but from another pool on the same device."""
+        """Copy block `slots[i]` of `pool`, another pool on the same device, to slot `pool_slots[i]` of this pool."""
         return self._copy(self._in, self._pool, pool_slots, pool, slots)
 
     def _copy(
@@ -109,7 +108,9 @@ class BlockCopies:
 
 
 def runs(target_slots: Sequence[int], source_slots: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive slots on both sides, in order: first target slot, first source slot, block count."""
+    """Yield each run of slots that are consecutive in both lists: first target slot, first source slot, number of
+    blocks.
+    """
     first = 0
     for end in range(1, len(target_slots) + 1):
         count = end - first

@@ -14,7 +14,7 @@ from torch import Tensor
 class LayerCache:
     """Keys and values of one layer, views into the pool: [slots, kv_heads, block_tokens, head_dim].
 
-    Latent vectors are keys and values at once, so both views show the same memory.
+    Latent vectors serve as keys and values, so both views show the same memory.
     """
 
     keys: Tensor
@@ -22,7 +22,7 @@ class LayerCache:
 
     @property
     def first(self) -> Tensor:
-        """The tensor whose address and shape tell caches apart."""
+        """The tensor whose address and shape identify this cache."""
         return self.keys
 
 
@@ -34,12 +34,14 @@ class LayerState:
     to. So a full block never changes again.
 
     A step may begin before the end of an earlier step, because drafts were refused. Each part of a state can therefore
-    go back by as many tokens as there may be drafts, but not to before `AttentionBatch.final_len`. A step needs nothing
-    but the block of the token before it, so a block can be cached, moved or handed over at any time.
+    go back by the largest number of drafts, but not behind `AttentionBatch.final_len`. A step reads only the block of
+    the token before its first token, so a block can be cached, moved or handed over at any time.
     """
 
     parts: tuple[Tensor, ...]
-    """[slots, ...] each; all dimensions but the first are dense. The layer's kernels say what they hold."""
+    """Parts of the state, [slots, ...] each; all dimensions but the first are dense. The kernels of the layer define
+    them.
+    """
 
     @property
     def first(self) -> Tensor:
@@ -60,11 +62,11 @@ class RecurrentState:
     4. It adds the inputs of its other tokens to the pending inputs of their blocks. Inputs of refused tokens are
        overwritten by this, or never read.
 
-    The advance by a pending input has the same bits as the first computation of this token.
+    Advancing the state by a pending input gives the same bits as the first computation of the input's token.
     """
 
     state: Tensor
-    """fp32 [slots, ...]"""
+    """fp32 [slots, ...]: for each block, the state after some of its tokens."""
     pending: Tensor
     """fp32 [slots, 1 + drafts, inputs]: row 0 begins with the number of the block's tokens that `state` includes. Row
     i + 1 has the inputs of the i-th token after them. Kernels refuse a step for which there are too few rows."""
@@ -80,7 +82,7 @@ def view_pool(
 
     Args:
         arena: the pool, flat, [slots * slot_elements] in the cache's dtype.
-        planes: 2 for keys and values; 1 if each key is a value too.
+        planes: 2 for keys and values; 1 if each key is also the value.
     """
     slots = arena.numel() // slot_elements
     plane = kv_heads * block_tokens * head_dim

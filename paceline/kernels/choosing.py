@@ -11,10 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Sampling parameters of a token that depends only on them and on its row of logits; see `SamplingParams`."""
+    """Sampling parameters of a token that depends only on these parameters and its row of logits. Their meaning is that
+    of `SamplingParams`.
+    """
 
     temperature: float
-    """0 chooses the token with the largest logit."""
+    """Divisor of the logits; 0 chooses the token with the largest logit."""
     top_k: int
     min_p: float
     top_p: float

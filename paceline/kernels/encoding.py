@@ -1,4 +1,6 @@
-"""The operations that only encoders of images and audio have, as a part of `Kernels`, and their form in plain torch."""
+"""The part of `Kernels` with operations that only encoders of images and audio have, and these operations in plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,25 @@ Between: TypeAlias = Callable[[], None]
 Tower: TypeAlias = Callable[..., tuple[Tensor, ...]]
 """The layers of an encoder: a function that takes tensors [rows, ...] on one device and, by name, `between`.
 
-It returns tensors [rows, ...]. All rows attend to each other.
+The function returns tensors [rows, ...]. All rows attend to each other.
 """
 
 
 class EncoderKernels(Protocol):
-    """Operations over rows of one image or audio clip. Nothing is cached."""
+    """Operations on the rows of one image or audio clip. They read and write no KV cache."""
 
     def compile_tower(self, tower: Tower) -> Tower:
-        """Return a tower that computes the same, or records it to launch it faster.
+        """Return a tower with the same results, which may record its operations to launch them faster.
 
-        All tensors that it reads besides its inputs must stay in their places.
+        All tensors that `tower` reads besides its inputs must keep their addresses.
         """
 
     def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
-        """Return x [rows, in] @ weight [out, in].T: [rows, out], with bounds of x and of the result.
+        """Return clip(clip(x [rows, in]) @ weight [out, in].T): [rows, out].
 
         Args:
-            weight: not quantized.
-            bounds: fp32 [4]: the least and the greatest element of x, then of the result. Elements outside become the
-                nearer bound.
+            weight: a matrix that is not quantized.
+            bounds: fp32 [4]: least and largest element of the clipped x, then of the clipped result.
         """
 
     def clamp(self, x: Tensor, low: float, high: float) -> Tensor:

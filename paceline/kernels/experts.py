@@ -1,4 +1,4 @@
-"""The interface of layers with experts (mixture of experts) to the code that computes, as a part of `Kernels`."""
+"""The part of `Kernels` with the operations of layers with experts (mixture of experts)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.packed_weight import PackedWeight
 
 LEAST_SUM = 1e-20
-"""Added to the sum by which weights are divided, so that scores of zero alone do not give NaN."""
+"""Number added to the sum by which weights are divided, so that weights are not NaN if all scores are 0."""
 _SWIGLU_FACTOR, _SWIGLU_LIMIT = 1.702, 7.0
 
 
@@ -22,20 +22,20 @@ class ExpertWeights:
     """The matrices of a layer's experts. Expert e computes down[e](act(gate[e](x), up[e](x)))."""
 
     gate: Sequence[PackedWeight]
-    """[inner, hidden] each."""
+    """One matrix [inner, hidden] for each expert."""
     up: Sequence[PackedWeight]
-    """[inner, hidden] each."""
+    """One matrix [inner, hidden] for each expert."""
     down: Sequence[PackedWeight]
-    """[hidden, inner] each."""
+    """One matrix [hidden, inner] for each expert."""
     activation: ExpertActivation
     gate_bias: Tensor | None = None
-    """[experts, inner]. Either all three biases are given or none."""
+    """Bias of each expert, [experts, inner]. Either all three biases are given, or all are None."""
     up_bias: Tensor | None = None
-    """[experts, inner]"""
+    """[experts, inner], like `gate_bias`."""
     down_bias: Tensor | None = None
-    """[experts, hidden]"""
+    """[experts, hidden], like `gate_bias`."""
     table: Tensor | None = None
-    """The backend's index of these weights; see `ExpertKernels.index_experts`."""
+    """The backend's index of these weights, which `ExpertKernels.index_experts` makes; None before that."""
 
     def __post_init__(self) -> None:
         """Raise ValueError if shapes differ, because kernels read the matrices by their addresses alone."""
@@ -51,7 +51,7 @@ class ExpertWeights:
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return GPT-OSS's activation, computed in fp32 and rounded once; see `ExpertActivation`."""
+    """Return the activation "clamped_swiglu" (`ExpertActivation`), computed in fp32 and rounded once."""
     low = gate.float().clamp(max=_SWIGLU_LIMIT)
     bounded = up.float().clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
     return (low * torch.sigmoid(_SWIGLU_FACTOR * low) * (bounded + 1)).to(gate.dtype)
@@ -61,7 +61,7 @@ class ExpertKernels(Protocol):
     """Operations of layers with experts. A token's results do not depend on the batch or on experts of other tokens."""
 
     def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        """Return the result of `linear` in fp32, without rounding it to x's dtype: [tokens, experts]."""
+        """Return x [tokens, hidden] @ weight.T + bias in fp32, without rounding to x's dtype: [tokens, experts]."""
 
     def choose_experts(
         self, logits: Tensor, routing: Routing, correction: Tensor | None = None, scales: Tensor | None = None
@@ -70,7 +70,7 @@ class ExpertKernels(Protocol):
 
         Args:
             logits: fp32 [tokens, experts].
-            correction: fp32 [experts], added to the scores to choose experts, but not to their weights.
+            correction: fp32 [experts], added to the scores for the choice of experts, but not to the weights.
             scales: fp32 [experts], a factor on the weight of each expert.
 
         Returns:
@@ -78,7 +78,7 @@ class ExpertKernels(Protocol):
         """
 
     def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
-        """Return the same weights, ready for `experts`. Called once, when a model is loaded."""
+        """Return the same weights with the index that `experts` needs. Models call this once, when they are loaded."""
 
     def experts(self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertWeights) -> Tensor:
         """Return the weighted sum of the results of each token's experts: x [tokens, hidden] -> same shape.

@@ -1,4 +1,4 @@
-"""The interface between models and the code that computes. It names every hot operation once.
+"""The interface between models and the code that computes, with every operation of a model's hot path.
 
 A backend is one class with the methods of `Kernels`: `ReferenceKernels` in plain torch, `NativeKernels` for CPUs, and
 `TritonKernels` for GPUs. A model gets its backend from its caller and calls nothing else on its hot path.
@@ -27,16 +27,16 @@ from paceline.kernels.recurrence import RecurrentKernels
 
 @dataclass(frozen=True, slots=True)
 class Logits:
-    """Logits of the next token for some rows."""
+    """Logits of the next token for some rows of a step."""
 
     values: Tensor
-    """fp32 [rows, vocab]"""
+    """fp32 [rows, vocab]: logits of all tokens."""
     best: Tensor | None = None
     """int64 [rows]: the first token with the largest logit of each row; None if the kernel has not found it."""
 
 
 class NormKind(IntEnum):
-    """The way in which `Kernels.rms_norm` multiplies by its weight. Device code has these numbers, too."""
+    """The way in which `Kernels.rms_norm` multiplies by its weight. Code on GPUs uses the same numbers."""
 
     ROUNDED = 0
     """x / RMS is rounded to x's dtype, and multiplied in it (Llama)."""
@@ -48,7 +48,7 @@ class NormKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights [head_dim] and options of the norms of queries and keys over each head; see `Kernels.rms_norm`."""
+    """Weights [head_dim] and options of `Kernels.rms_norm` over each head of queries and of keys."""
 
     queries: Tensor
     keys: Tensor
@@ -58,8 +58,8 @@ class HeadNorms:
 
 @dataclass(slots=True)
 class Taps:
-    """Further results of a forward pass: hidden states for drafters that were trained on them, and flags of tokens that
-    have values that are not finite.
+    """Further results of a forward pass: hidden states for drafters that were trained on them, and flags of tokens
+    whose values are not all finite.
     """
 
     depths: tuple[int, ...] = ()
@@ -67,16 +67,17 @@ class Taps:
     states: dict[int, Tensor] = field(default_factory=dict)
     """[tokens, hidden] for each depth, as the next layer receives it."""
     broken: Tensor | None = None
-    """bool [tokens]: whether a token's hidden state has NaN or infinity, so that its KV is worth nothing.
-    `Model.forward` sets it."""
+    """bool [tokens]: whether a token's hidden state has NaN or infinity, so that its KV is useless. `Model.forward`
+    sets this field.
+    """
 
     def see(self, depth: int, x: Tensor) -> None:
-        """Keep the states after `depth` layers, if they are wanted."""
+        """Keep x, the states after `depth` layers, if `depths` has this depth."""
         if depth in self.depths:
             self.states[depth] = x
 
     def check(self, hidden: Tensor) -> None:
-        """Note the broken tokens of hidden [tokens, hidden]."""
+        """Set `broken` from hidden [tokens, hidden]."""
         self.broken = is_broken(hidden)
 
 
@@ -90,21 +91,23 @@ class ForwardInputs:
     """The inputs of a forward pass over the tokens of one step."""
 
     token_ids: Tensor
-    """int64 [tokens]"""
+    """int64 [tokens]: ids of the tokens of all requests."""
     positions: Tensor
-    """int64 [tokens]"""
+    """int64 [tokens]: position of each token in its context."""
     caches: Sequence[AnyCache]
-    """One for each layer of the model."""
+    """One cache for each layer of the model."""
     batch: AttentionBatch
     layers: int | None = None
-    """End of the layers to run; None for the number of all."""
+    """Index of the layer after the last one to run; None runs all layers from `begin` on."""
     taps: Taps | None = None
-    """Gets the hidden states of all tokens after chosen layers. A whole model also notes there which tokens are broken.
+    """Receives the hidden states of all tokens after chosen layers. A whole model also sets `Taps.broken`.
     """
     begin: int = 0
-    """First layer to run; 0 for a whole model."""
+    """Index of the first layer to run; 0 for a whole model."""
     further: Sequence[Tensor] = ()
-    """[tokens, ...]: other inputs of the layers; see `paceline.models.base.Architecture`. Empty for a whole model."""
+    """[tokens, ...] each: other inputs of the layers, for a part of a model (`paceline.models.base.Architecture`).
+    Empty for a whole model.
+    """
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -125,13 +128,15 @@ class ForwardInputs:
 
 
 class Forward(Protocol):
-    """The forward pass of an architecture; see `paceline.models.base.Architecture`."""
+    """The forward pass of an architecture (`paceline.models.base.Architecture`), as a function."""
 
     def __call__(self, inputs: ForwardInputs, /) -> Tensor: ...
 
 
 def run_with_states(forward: Forward, inputs: ForwardInputs) -> list[Tensor]:
-    """Return the result of a pass, then the states at the depths of its taps, in order. The taps get nothing."""
+    """Return the result of a pass, then the states at the depths of its taps, in order. The taps themselves are not
+    filled.
+    """
     taps = Taps(inputs.depths)
     result = forward(replace(inputs, taps=taps))
     return [result, *(taps.states[depth] for depth in taps.depths)]
@@ -152,35 +157,40 @@ class HeadKernels(Protocol):
 
 
 class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
-    """All float tensors have the model's dtype unless said otherwise; norms, softmax and rotation compute in fp32."""
+    """The operations of a backend. Float tensors have the model's dtype unless said otherwise. Norms, softmax and
+    rotation compute in fp32.
+    """
 
     name: str
     packing: str
-    """Identifies the layout of packed matrices, as part of a file's name; empty if matrices stay as they are."""
+    """Name of the layout of packed matrices, as a part of file names; empty if `pack` leaves matrices as they are."""
     quantized_packing: str
-    """The same for a model whose matrices may be quantized."""
+    """Name of the layout, as `packing`, for a model whose matrices may be quantized."""
 
     @property
     def chooser(self) -> TokenChooser | None:
-        """The chooser of tokens; None if the host chooses them."""
+        """The chooser of tokens on the device; None if the host's sampler chooses them."""
 
     def take_turns(self, turns: Turns) -> None:
-        """Let each later operation wait for its turn, if these kernels can. With others, a whole step is one turn."""
+        """Let each later operation wait for its turn on the cores. Backends that cannot do this ignore the call: then a
+        whole step is one turn.
+        """
 
     def compile(self, forward: Forward) -> Forward:
-        """Return the same forward pass, perhaps without the cost of calling its operations one by one.
+        """Return a forward pass with the same results, which may avoid the cost of calling operations one by one.
 
         `forward` must compute with these kernels only (views are allowed), and the same way for any number of tokens.
         """
 
     def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
-        """Pack a matrix [out, in], or those of all heads [heads, out, in], once, when a model is loaded.
+        """Pack a matrix [out, in], or the matrices of all heads [heads, out, in]. Models call this once, when they are
+        loaded.
 
         A matrix on the meta device stays there. Matrices of heads stay in their dtype.
         A quantized matrix and its dequantized form give the same results.
 
         Args:
-            allocate: gives memory for the packed matrix, if it needs any. By default, the backend takes new memory.
+            allocate: called for the memory of the packed matrix if it needs any; None takes new memory.
 
         Raises:
             ConfigError: the backend has no kernels for the matrix.
@@ -193,7 +203,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         """Return x [tokens, in] @ weight [out, in].T + bias: [tokens, out]."""
 
     def logits(self, x: Tensor, weight: PackedWeight) -> Logits:
-        """Return the result of `linear` as fp32."""
+        """Return x [rows, in] @ weight [vocab, in].T in fp32, without rounding to x's dtype."""
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         """Return rows of weight [vocab, hidden], times `scale` rounded to their dtype: [tokens, hidden].
@@ -202,13 +212,13 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         """
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return x + y, both of one shape, for the residual stream."""
+        """Return x + y for the residual stream; both have the same shape."""
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """Return x * factor, rounded to x's dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
-        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; `kind` says how it is rounded."""
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, rounded as `kind` says."""
 
     def add_rms_norm(
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED
@@ -225,8 +235,8 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     ) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles for `rotate`, fp32 [tokens, head_dim] each.
 
-        Both are multiplied by scale * (1 + growth * log(1 + position // growth_tokens)), except for the dimensions with
-        frequency 0: these are not rotated at all.
+        Both are multiplied by scale * (1 + growth * log(1 + position // growth_tokens)). Dimensions with frequency 0
+        are the exception: they are neither rotated nor multiplied.
 
         positions: int64 [tokens]; frequencies: fp32 [head_dim / 2], in radians per position.
         """
@@ -237,7 +247,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         """Write keys and values [tokens, kv_heads, head_dim] to the slots of their tokens.
 
-        In a cache of latent vectors both have the same place, so they must be equal.
+        In a cache of latent vectors, keys and values share memory, so they must be equal.
         """
 
     def rotate_and_store(
@@ -253,7 +263,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     ) -> Tensor:
         """Apply `rms_norm` to queries and keys if `norms` are given; `rotate` both; `store_kv`. Return the queries.
 
-        The results have the bits of these operations one by one.
+        The results have the same bits as these operations one by one.
         """
 
     def attention(
@@ -269,7 +279,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     ) -> Tensor:
         """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
-        softcap 0 is off; otherwise scores become softcap * tanh(scores / softcap).
+        If `softcap` is not 0, scores become softcap * tanh(scores / softcap).
 
         Args:
             sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.

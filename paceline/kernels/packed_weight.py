@@ -14,10 +14,12 @@ Allocate = Callable[[int], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix [size_out, size_in] in the layout that its backend reads fastest. Its source can be dropped."""
+    """A matrix [size_out, size_in] in the layout that its backend reads fastest. It does not refer to the matrix from
+    which it was packed.
+    """
 
     data: Tensor
-    """In the backend's own layout."""
+    """The packed matrix, in the backend's own layout."""
     size_out: int
     size_in: int
     dtype: torch.dtype

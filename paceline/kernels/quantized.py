@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 32
-"""Values of one block, along `in`."""
+"""Number of values of one block, along the dimension `in`."""
 _ROWS = 4096
 
 
@@ -17,23 +17,23 @@ _ROWS = 4096
 class QuantizedMatrix:
     """A matrix [out, in] whose weights are value * scale + offset.
 
-    They are rounded to fp32, then to `rounding`, then to `dtype`.
+    Each weight is rounded to fp32, then to `rounding`, then to `dtype`.
     """
 
     values: Tensor
-    """int8 [out, in]. With 4 bits they are 0 to 15 if there are offsets, else -8 to 7."""
+    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7."""
     scales: Tensor
     """[out, ceil(in / 32)], or twice as many: one for each 16 values. fp16, or fp32 of at most 18 significant bits, so
     that value * scale is exact."""
     offsets: Tensor | None
     """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
     bits: int
-    """4 or 8."""
+    """Bits of each value: 4 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
     rounding: torch.dtype = torch.bfloat16
-    """The dtype to which weights are rounded first: that of the format's own library, or bfloat16 for GGUF files,
-    because they are converted to it.
+    """The dtype to which weights are rounded first: the dtype of the format's own library. For GGUF files it is
+    bfloat16, the dtype to which their weights are converted without quantization.
     """
 
     @property

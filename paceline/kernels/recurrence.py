@@ -1,4 +1,4 @@
-"""The interface of layers with a state to the code that computes, as a part of `Kernels`."""
+"""The part of `Kernels` with the operations of layers with a state."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class RecurrentKernels(Protocol):
     ) -> Tensor:
         """Return silu of each channel's convolution over its own last inputs: x [tokens, channels] -> same shape.
 
-        Inputs before the context's first token are 0. A token's result depends on its own context only. The state can
-        go back because it keeps more inputs than the next token needs.
+        Inputs before the context's first token count as 0. A token's result depends on its own context only. The state
+        keeps more inputs than the next token needs, so that it can go back after refused drafts.
 
         Args:
             weight: [taps, channels]; the last tap is the token's own.

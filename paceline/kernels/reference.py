@@ -20,8 +20,8 @@ from paceline.kernels.reference_recurrence import ReferenceRecurrence
 class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
     """`Kernels` in plain torch.
 
-    Row-wise operations and attention of a row do not depend on other rows of the batch. `linear` is as exact as the
-    vendor's matrix product, whose order of summation may change with the number of rows.
+    Row-wise operations and attention of a row do not depend on other rows of the batch. `linear` is the vendor's matrix
+    product, whose order of summation may change with the number of rows.
     """
 
     name = "reference"

@@ -1,4 +1,4 @@
-"""Layers with a state in plain torch, and the parts of them that do not depend on the formula. See `RecurrentState`."""
+"""Layers with a state in plain torch, and the bookkeeping of their states by the rules of `RecurrentState`."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Piece:
     begin: int
     end: int
     is_new: bool
-    """Whether the block begins with the first of these tokens."""
+    """Whether the first of these tokens is also the first token of the block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +107,9 @@ class Span:
     """The tokens of one request in a step."""
 
     first: int
-    """Index of the first token in the step."""
+    """Index of the span's first token among the tokens of the step."""
     start: int
-    """Position of the first token."""
+    """Position of the span's first token in its context."""
     final: int
     """Number of tokens of the context that no later step takes back."""
     read_slot: int | None
@@ -150,7 +150,7 @@ def keep_inputs(span: Span, state: Tensor, seen: Tensor) -> None:
     """Put the inputs of a span into the state of a convolution.
 
     Args:
-        seen: fp32 [count + tokens, channels]: the `count` inputs before the span, then its own.
+        seen: fp32 [count + tokens, channels]: the `count` inputs before the span, then the inputs of the span.
     """
     rows, count = state.shape[1], len(seen) - (span.end - span.start)
     for piece in span.pieces:
@@ -165,7 +165,7 @@ def run_recurrence(
     """Compute the tokens of a step one by one, and return the result of each.
 
     Args:
-        inputs: fp32 [tokens, inputs].
+        inputs: fp32 [tokens, inputs]: the inputs of each token, which `advance` takes.
     """
     kept, size = state.pending.shape[1] - 1, group.block_tokens
     results = []

@@ -7,6 +7,8 @@ from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor on `device` without waiting for the GPU's earlier work. The tensor must not change later."""
+    """Copy a CPU tensor to `device` without waiting for the GPU's earlier work. The tensor must not change
+    afterwards.
+    """
     # Only from pinned memory can the device copy without the host. torch keeps this memory until the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -33,7 +33,7 @@ BUNDLED: Mapping[str, BundledModel] = {
         sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
     ),
 }
-"""Models in Python packages, so that a first try needs no download from elsewhere."""
+"""Models that Python packages contain, by name, so that a first try needs no download from elsewhere."""
 
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
@@ -41,7 +41,7 @@ _CONVERSION = 4
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
-"""Packages that decide the result of a conversion. If the version of one changes, files are converted again."""
+"""Packages that affect the result of a conversion. If the version of one of them changes, files are converted again."""
 
 
 def resolve_model(
@@ -59,10 +59,10 @@ def resolve_model(
         name_or_path: a name in BUNDLED, a Hugging Face folder, a .gguf file, or a name on the Hugging Face hub
             (`org/name` or `org/name/file.gguf`). A file or folder of this machine takes precedence over the hub.
         cache_dir: folder in which converted models are kept. Models of the hub are in the hub's own cache.
-        report: gets a sentence about each slow operation, and its progress (see Progress).
+        report: called with a sentence about each slow operation, and with lines of its progress (`Progress`).
         quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
-        model_impl: the code that will compute the model. A model of the hub that it cannot compute is refused.
+        model_impl: the code that will compute the model. Hub models that this code cannot compute are refused.
         trust_remote_code: also fetch the model's Python code from the hub.
 
     Raises:
@@ -110,7 +110,7 @@ def resolve_model(
 def link_folder(folder: Path, link: Path) -> None:
     """Make `link` a symbolic link to `folder`. Missing folders above the link are made, and an older link is replaced.
 
-    Raises ModelError if `link` is something else than a link, or cannot be written.
+    Raises ModelError if `link` exists and is no link, or cannot be written.
     """
     new = link.with_name(f".{link.name}.new")
     try:

@@ -23,12 +23,12 @@ class FusedExperts:
 
     experts: int
     sizes_out: tuple[int, ...]
-    """Outputs of each part: gate and up, or only down."""
+    """Number of outputs of each part. The parts are gate and up, or only down."""
     size_in: int
     transposed: bool = False
     """Whether the tensor is [experts, size_in, sum(sizes_out)] instead."""
     interleaved: bool = False
-    """Whether output i belongs to part i % parts. Otherwise the parts follow each other."""
+    """Whether output i belongs to part i % (number of parts). Otherwise the outputs of each part are together."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -36,7 +36,7 @@ class FusedExperts:
         return (self.experts, self.size_in, out) if self.transposed else (self.experts, out, self.size_in)
 
     def outputs(self) -> list[slice]:
-        """Return the outputs of each part in one expert's matrix [sum(sizes_out), size_in]."""
+        """Return which outputs of one expert's matrix [sum(sizes_out), size_in] belong to each part."""
         count = len(self.sizes_out)
         if self.interleaved:
             return [slice(part, None, count) for part in range(count)]
@@ -49,16 +49,18 @@ class FusedExperts:
 
 
 class Weights(Protocol):
-    """The tensors of a checkpoint, each taken once by the block that owns it."""
+    """The tensors of a checkpoint. The block of the model that owns a tensor takes it once."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor of this name, on the model's device, in this dtype or else in the model's.
+        """Return the tensor with this name on the model's device, in `dtype`; None is the model's dtype.
 
         A tensor that is missing or has another shape is reported after all tensors have been taken.
         """
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
-        """Return the matrix of this name as the model's kernels pack it, with its rows in `order` if that is given."""
+        """Return the matrix with this name, packed by the model's kernels, with its rows in `order`; None keeps their
+        order.
+        """
 
     def take_packed_parts(
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
@@ -72,31 +74,32 @@ class Weights(Protocol):
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
     ) -> list[PackedWeight]:
-        """Return the matrices that functions make of the tensor of this name, each packed by itself.
+        """Return the matrices that functions derive from the tensor with this name, each packed by itself.
 
         Args:
-            derive: functions that return a matrix [out, in], or the matrices of all heads [heads, out, in]. They may
-                get a tensor on the meta device.
+            derive: return a matrix [out, in] or [heads, out, in]; they may get a tensor on the meta device.
         """
 
     def has(self, name: str, *shape: int) -> bool:
-        """Return whether the checkpoint has a tensor of this name that was not taken.
+        """Return whether the checkpoint has a tensor with this name that was not taken yet.
 
         Args:
-            shape: the shape that it must have; empty for any.
+            shape: the shape that the tensor must have; empty for any shape.
         """
 
     def is_one_matrix(self, name: str, other: str) -> bool:
         """Return whether the checkpoint has at most one of two matrices, or has both with the same values.
 
-        In the last case, both are read whole.
+        To compare them, both matrices are read whole.
         """
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
-        """Return the matrices of a tensor that holds those of all experts, each packed by itself: [part][expert]."""
+        """Return the matrices of all experts from one tensor, each packed by itself: [part][expert]."""
 
     def take_table(self, name: str, rows: int, size: int) -> Tensor:
-        """Return the matrix of this name as the checkpoint has it: mapped, in its own dtype, not on the device."""
+        """Return the matrix with this name as the checkpoint stores it: mapped from the file, in its own dtype, on the
+        CPU.
+        """
 
 
 PADDING = 0
@@ -114,7 +117,7 @@ class EncodedRows:
     values: Tensor
     """[rows, encoding_size], in the model's dtype and on its device."""
     positions: Tensor | None = None
-    """int64 [3, rows]: frame, row and column of these tokens as positions; None if positions have one dimension."""
+    """int64 [3, rows]: positions of these tokens by frame, row and column; None if positions have one dimension."""
 
 
 class _Parts(Protocol):
@@ -124,16 +127,16 @@ class _Parts(Protocol):
     def config(self) -> ModelFacts: ...
 
     group_shapes: tuple[GroupShape, ...]
-    """The KV groups; index into `AttentionBatch.groups`."""
+    """The KV groups of the model, in the order of `AttentionBatch.groups`."""
     layer_groups: tuple[int, ...]
     """The group of each layer, as an index into `group_shapes`."""
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Return the logits of the token after each of hidden [n, hidden]."""
+        """Return the logits of the next token for each of the states hidden [n, hidden]."""
 
 
 class Architecture(_Parts, Protocol):
-    """A model file's class: an architecture with its weights. Its kernels may compile its forward pass."""
+    """The class that a model file defines: an architecture with its weights. Kernels may compile its forward pass."""
 
     config: ModelConfig
     unread: Sequence[str]
@@ -143,28 +146,26 @@ class Architecture(_Parts, Protocol):
         """Return the first layer's input for int64 token_ids [tokens]: [tokens, hidden]."""
 
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
-        """Return the rows that layers [begin, layers) read for these tokens from tables outside of the device.
+        """Return the rows that layers [begin, layers) read for these tokens from tables that are not on the device.
 
         The result is [tokens, ...] for each table, on the device of int64 token_ids [tokens].
         """
 
     def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:
-        """Return the inputs of a pass over tokens, some of which have rows of encodings: the first layer's input
-        [tokens, hidden], and all other tensors [tokens, ...] that such a pass does not compute itself.
+        """Return the inputs of a pass over tokens of which some have rows of encodings: the first layer's input
+        [tokens, hidden], then all other tensors [tokens, ...] that the pass needs and does not compute.
 
         Args:
             token_ids: int64 [tokens], with `PADDING` for placeholders.
-            positions: int64 [tokens], with any positions for placeholders that have three.
+            positions: int64 [tokens]; values of placeholders with three positions are ignored.
         """
 
     def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
         Args:
-            inputs: with `further` as the result of `lookups`, and, if `begin` is not 0, the hidden states after `begin`
-                layers.
-            embedded: whether `further` begins with the result of `encoded_inputs`. Otherwise the first layer's input is
-                the result of `embed`.
+            inputs: `further` has the result of `lookups`, and, if `begin` > 0, the hidden states after `begin` layers.
+            embedded: whether `further` begins with the result of `encoded_inputs`, which then replaces that of `embed`.
 
         Returns:
             Hidden states after the final norm, [tokens, hidden] in the model's dtype.
@@ -180,9 +181,8 @@ class Model(_Parts, Protocol):
         """Compute the tokens of one step from the first layer on, and store their KV.
 
         Args:
-            wanted: [requests]: number of last tokens of each request whose result is wanted; None wants all tokens.
-                Other tokens stop before the layers at the model's end that have no KV of their own.
-            encoded: rows that some tokens have in place of their embeddings; None if all tokens have their own.
+            wanted: [requests]: how many last tokens of each request need a result; None for all tokens.
+            encoded: rows in place of the embeddings of some tokens; None if all tokens are embedded.
 
         Returns:
             Hidden states after the final norm, [wanted tokens, hidden] in the model's dtype.

@@ -37,7 +37,7 @@ class Linear:
         kernels: Kernels,
         order: Sequence[int] | None = None,
     ) -> Linear:
-        """Take a layer from a checkpoint, with its outputs in this order if one is given."""
+        """Take a layer from a checkpoint, with its outputs in `order`; None keeps the checkpoint's order."""
         weight = weights.take_packed(f"{place}.weight", size_out, size_in, order=order)
         own_bias = weights.take(f"{place}.bias", size_out) if bias else None
         return cls(weight, own_bias if own_bias is None or order is None else own_bias[order], kernels)
@@ -90,10 +90,10 @@ class RMSNorm:
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """The inputs of a step that attention or a recurrent mixer needs, for the layers of one group."""
+    """The inputs of attention, or of a recurrent mixer, in one step, for the layers of one group."""
 
     rotation: Rotation | None
-    """None if queries and keys are not rotated by their positions."""
+    """Angles of queries and keys by their positions; None if they are not rotated."""
     batch: AttentionBatch
     group: GroupTables
     layer_input: Tensor | None = None
@@ -104,7 +104,7 @@ class Attention:
     """Grouped-query attention over the paged cache, with optional norms of queries and keys.
 
     Args:
-        norms: the kind of the norms of queries and keys (`q_norm` and `k_norm`); None if they have none.
+        norms: the kind of the norms of queries and keys (`q_norm` and `k_norm`); None without such norms.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Attention:
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)).
+    """An MLP with a gate: x -> down(activation(gate(x)) * up(x)).
 
     Args:
-        fused: the checkpoint keeps gate and up as one matrix.
+        fused: whether the checkpoint stores gate and up as one matrix.
         inner: the inner size; by default that of the config.
     """
 

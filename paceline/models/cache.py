@@ -1,6 +1,6 @@
 """The files that Paceline makes in its cache folder: conversions and packed weights. Imports no torch.
 
-Downloads, digests, tunings and the store of responses are in the same folder, and are nothing of this file's concern.
+Downloads, digests, tunings and the store of responses are in the same folder, but this file does not manage them.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ SCRATCH = ".tmp-"
 """Part of the name of folders in which models are being converted."""
 
 _KEY = re.compile(r"(?P<name>.+?)-[0-9a-f]{16}(?=$|[-.])")
-"""The name of a result that is kept, see `cache_key`."""
+"""The form of names of kept results, which `cache_key` makes."""
 _RECENT_SECONDS = 600.0
-"""A stack that starts has no lease yet of all files that it is about to use."""
+"""Seconds after its last use for which a result is kept without a lease, because a stack that starts has not leased all
+files yet.
+"""
 
 Kind = Literal["conversion", "packed weights", "unfinished"]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """A result that is kept in the cache folder, or what a killed process left of one."""
+    """A result that is kept in the cache folder, or an incomplete result of a killed process."""
 
     kind: Kind
     model: str
-    """The model's name; for packed weights with the part of the model and the quantization."""
+    """The model's name. For packed weights, it includes the part of the model and the quantization."""
     path: Path
     size: int
-    """Bytes of all files."""
+    """Size of all files of the entry, in bytes."""
     last_use: float
-    """Seconds since the epoch."""
+    """Time of the last use, in seconds since the Unix epoch."""
     in_use: bool
-    """Whether a process uses it or is making it, or that cannot be known."""
+    """Whether a process uses or makes the entry; also True if this cannot be known."""
     leased: Path
-    """The folder of which users have a lease."""
+    """The folder that processes lease while they use the entry."""
 
 
 def mark_used(folder: Path) -> None:
-    """Set the time of a folder's last use to now. Raises OSError if there is no such folder any more."""
+    """Set the time of a folder's last use to now. Raises OSError if the folder does not exist any more."""
     try:
         os.utime(folder)
     except OSError:
@@ -84,12 +86,11 @@ def cache_entries(cache_dir: Path) -> list[CacheEntry]:
 
 
 def size_limit(text: str, cache_dir: Path, used: int) -> int:
-    """Return how many bytes conversions and packed weights may take.
+    """Return the number of bytes that conversions and packed weights may take together.
 
     Args:
-        text: an amount such as "20GiB", or "auto" for half of what the disk has for them: its free space and what they
-            take now. So the limit is the same before and after something is made.
-        used: bytes that they take now.
+        text: an amount such as "20GiB", or "auto" for half of the sum of the disk's free space and `used`.
+        used: number of bytes that conversions and packed weights take now.
 
     Raises:
         ModelError: the free space cannot be read.
@@ -103,10 +104,11 @@ def size_limit(text: str, cache_dir: Path, used: int) -> int:
 
 
 def prune(cache_dir: Path, is_due: Callable[[CacheEntry, int], bool]) -> list[CacheEntry]:
-    """Remove what killed processes left, and all entries that are due and not in use. Return what was removed.
+    """Remove incomplete results of killed processes, and all entries that are due and not in use. Return the removed
+    entries.
 
     Args:
-        is_due: is called with an entry, the least recently used first, and with the bytes that all entries take then.
+        is_due: called with each entry, least recently used first, and the bytes that all remaining entries take.
 
     Raises:
         ModelError: the folder cannot be read, or an entry cannot be removed.
@@ -126,7 +128,7 @@ def prune(cache_dir: Path, is_due: Callable[[CacheEntry, int], bool]) -> list[Ca
 
 
 def keep_within(cache_dir: Path, limit: str) -> list[CacheEntry]:
-    """Remove the least recently used entries until all take no more than `limit`; see `size_limit` and `prune`.
+    """Remove the least recently used entries until all entries take at most `limit`, a text for `size_limit`.
 
     Entries that are in use, or were used in the last ten minutes, stay.
     """
@@ -137,7 +139,7 @@ def keep_within(cache_dir: Path, limit: str) -> list[CacheEntry]:
 
 
 def removal_text(removed: Sequence[CacheEntry]) -> str:
-    """Return the number and size of removed entries, for people."""
+    """Return a text with the number and the size of removed entries, for a log line."""
     results = "1 result" if len(removed) == 1 else f"{len(removed)} results"
     return f"{results} of {size_text(sum(entry.size for entry in removed))}"
 

@@ -34,7 +34,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F32": torch.float32,
 }
-"""Dtypes by their names in safetensors files."""
+"""Dtypes of torch by their names in safetensors files."""
 
 log = logging.getLogger(__name__)
 

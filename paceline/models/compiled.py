@@ -1,4 +1,4 @@
-"""A model as the engine uses it: its forward pass is compiled, and computes no more than is wanted."""
+"""A model as the engine uses it: its forward pass is compiled, and skips layers for tokens without a wanted result."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from paceline.models.base import PADDING, Architecture, EncodedRows
 
 
 class CompiledModel:
-    """An architecture whose kernels compile its forward pass: they record it, or capture CUDA graphs. See `Model`.
+    """A `Model` made of an architecture whose forward pass the kernels compile: they record it, or capture CUDA graphs.
 
-    If the last layers of the model have no KV of their own, nothing is stored there. So tokens whose results nobody
-    wants, such as those within a prompt, stop before these layers. The other tokens go on in a pass of their own.
+    If the last layers of the model have no KV of their own, they store nothing. So tokens whose results are not wanted,
+    such as tokens within a prompt, stop before these layers. A second pass computes the other tokens in these layers.
 
     A step with rows of encodings has other compiled passes, which do not embed the tokens.
     """

@@ -1,4 +1,4 @@
-"""The whole content of files, as digests, and the keys of what is made from files. Imports no torch.
+"""Digests of the whole content of files, and the cache keys of results that are made from files. Imports no torch.
 
 The digest of a large file is remembered in Paceline's cache, together with the file's device, inode, size and times. So
 only the first start after a change reads the file.
@@ -26,10 +26,10 @@ from paceline.models.durable import write_durably
 from paceline.models.file_lock import file_lock
 
 _PIECE = 4 << 20
-"""Bytes that one thread reads and hashes at a time."""
+"""Number of bytes that one thread reads and hashes at a time."""
 _MOST_THREADS = 8
 _REMEMBERED_BYTES = 1 << 20
-"""Smaller files are read at each start, which takes a millisecond."""
+"""Size in bytes from which digests are remembered. Smaller files are read at each start, which takes a millisecond."""
 _SETTLED_SECONDS = 2.0
 """The digest of a file that has just changed is not remembered: a second change within one tick of the file system's
 clock would leave the size and the times as they are."""
@@ -47,7 +47,9 @@ class FileState(NamedTuple):
     size: int
     mtime_ns: int
     ctime_ns: int
-    """Time of the last change of the file or its metadata. Unlike `mtime_ns`, no program can choose it."""
+    """Time of the last change of the file or its metadata, in nanoseconds. Unlike `mtime_ns`, programs cannot set
+    it.
+    """
 
     @staticmethod
     def of(found: os.stat_result) -> FileState:
@@ -61,7 +63,7 @@ class FileState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """A file as it was read. Two of them are equal if their names and contents are."""
+    """A file as it was read. Two such values are equal if the files' names and contents are equal."""
 
     name: str
     """A name that is the same on all machines, such as the path in the model's folder."""
@@ -73,7 +75,7 @@ class ReadFile:
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """The files that something is made from, as they were read."""
+    """The files from which a result is made, as they were read."""
 
     files: tuple[ReadFile, ...]
 
@@ -83,7 +85,7 @@ class FileContent:
         return hashlib.sha256(repr([(file.name, file.digest) for file in self.files]).encode()).hexdigest()
 
     def check(self) -> None:
-        """Raise ModelError if a file has another content now. Only files whose state has changed are read again."""
+        """Raise ModelError if the content of a file has changed. Only files whose state has changed are read again."""
         for file in self.files:
             # Hard links and permissions change the state, too.
             if _state_of(file.path) != file.state and read_content({file.name: file.path}).files != (file,):
@@ -112,8 +114,7 @@ def cache_key(name: str, *inputs: object) -> str:
     """Return the key of a cached result: `name` and a digest of everything that the result depends on.
 
     Args:
-        inputs: the digest of the files that were read, and what else decides the result, such as versions of the code
-            that makes it. Only their `repr` counts.
+        inputs: digests, versions of code, and all other things that decide the result, each by its `repr`.
     """
     return f"{name}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
 
@@ -185,10 +186,10 @@ class _Memory:
 
     @contextlib.contextmanager
     def lock(self, large: list[str]) -> Iterator[None]:
-        """Let one process at a time read large files, so that the others need not read them, too.
+        """Let one process at a time read large files, so that other processes can use its digests.
 
         Args:
-            large: their names; without any, nothing is locked.
+            large: names of the large files; if empty, nothing is locked.
         """
         with contextlib.ExitStack() as held:
             if large:

@@ -22,7 +22,7 @@ from paceline.models.file_lock import file_lock
 from paceline.models.folder import check_folder
 
 Report = Callable[[str], None]
-"""A function that gets a sentence about each slow operation."""
+"""A function that is called with a sentence about each slow operation, for the user."""
 
 _CONVERT_SECONDS = 1800.0
 
@@ -35,13 +35,13 @@ def make_once(
     make: Callable[[Path], None],
     is_complete: Callable[[Path], bool],
 ) -> Path:
-    """Return the folder `cache_dir/key/name`. Make it first if it is missing; it appears whole or not at all,
-    even if the power fails meanwhile.
+    """Return the folder `cache_dir/key/name`. Make the folder first if it is missing. It appears whole or not at all,
+    even if the power fails.
 
     Args:
-        key: see `cache_key`.
+        key: name of the result, from `cache_key`.
         name: the model's name, which clients may see.
-        make: gets an empty folder, and writes the folder `model` into it.
+        make: called with an empty folder; writes the folder `model` into it.
         is_complete: returns whether a folder can be used as it is.
 
     Raises:
@@ -80,8 +80,8 @@ def require_modules(names: Sequence[str], what: str, install: str) -> None:
     """Raise ModelError if one of these modules is not installed.
 
     Args:
-        what: the operation that needs them.
-        install: the arguments of `pip install` that bring them.
+        what: the operation that needs the modules, for the message.
+        install: the arguments of `pip install` that install the modules.
     """
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
@@ -96,7 +96,7 @@ def run_converter(module: str, source: str, scratch: Path, name: str, report: Re
 
     Args:
         name: the converted file, for people.
-        report: gets the lines of the child that begin with "\\r", which tell its progress.
+        report: called with the child's lines that begin with "\\r", which tell its progress.
 
     Raises:
         ModelError: the converter failed; its reason is the last other line of its output.

@@ -28,7 +28,7 @@ from paceline.models.gguf_metadata import Metadata, check_sizes, check_tokenizer
 from paceline.models.gguf_reader import DamagedError, open_gguf
 
 _TEMPLATE = "tokenizer.chat_template."
-"""Beginning of the keys of all chat templates but the default one."""
+"""Beginning of the keys of all chat templates except the default template."""
 _GEMMA4 = "gemma4"
 _PROGRESS_SECONDS = 0.25
 

@@ -30,11 +30,13 @@ class _Family:
     model: str
     model_type: str
     names: Mapping[str, str]
-    """Further names of a layer's tensors in GGUF and in safetensors, or other ones; "" for those that it lacks."""
+    """Names of a layer's tensors in GGUF and in safetensors that differ from _NAMES or are missing there; "" for
+    tensors that the family lacks.
+    """
     interleaves: bool = False
     """Whether the file interleaves the two halves of the rotary embedding in each head of queries and keys."""
     norm_offset: float = 0.0
-    """What is added to the numbers of norms."""
+    """Number that the converter adds to the file's weights of norms."""
 
 
 _NAMES: Mapping[str, str] = {
@@ -80,7 +82,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3": _Family("Gemma3ForCausalLM", "gemma3_text", {**_HEAD_NORMS, **_GEMMA3_NORMS}, norm_offset=-1.0),
 }
 ARCHITECTURES = tuple(_FAMILIES)
-"""Architectures, as GGUF files name them."""
+"""Names of the architectures in GGUF files."""
 
 ROPE_FACTORS = "rope_freqs.weight"
 """Name of the tensor by which the frequencies of a Llama's rotary embedding are divided, a number for each pair of
@@ -89,11 +91,11 @@ _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 """The scaling of Llama 3.1 to 3.3, without its factor. Their files have only the quotients that follow from it."""
 
 _SLIDING_PATTERN = 6
-"""Each sixth layer of a Gemma 3 attends to all tokens."""
+"""In a Gemma 3, one layer in this many attends to all tokens."""
 
 
 def dense_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Config:
-    """Return the fields of config.json. Call `check_sizes` before.
+    """Return the fields of config.json. `check_sizes` must be called first.
 
     Raises:
         ModelError: the file scales its rotary embedding in a way that config.json cannot say.
@@ -174,7 +176,7 @@ def _further_fields(metadata: Metadata, theta: float) -> Config:
 
 
 def dense_sources(metadata: Metadata, config: Config, tensors: Mapping[str, ReaderTensor]) -> dict[str, TensorSource]:
-    """Return where each tensor of the safetensors is in the file.
+    """Return, for each tensor of the safetensors by name, its place in the GGUF file.
 
     Raises:
         ModelError: a tensor is missing, would be lost, or has another shape than the metadata say.

@@ -1,4 +1,4 @@
-"""The converter of a GGUF file of Gemma 4, which keeps what transformers' converter loses: the types and sizes of
+"""The converter of a GGUF file of Gemma 4. Unlike the converter of transformers, it keeps the types and sizes of
 layers, layers without KV, inputs for each layer, experts, and the bound of logits.
 """
 
@@ -50,7 +50,9 @@ _HALVES: Mapping[str, str] = {
     "ffn_gate_exps.weight": "ffn_gate_up_exps.weight",
     "ffn_up_exps.weight": "ffn_gate_up_exps.weight",
 }
-"""Halves of a tensor, which are tensors of their own in some files: gate before up."""
+"""Halves of a tensor that are separate tensors in some files, with the name of the whole tensor: gate comes before
+up.
+"""
 _FACTORS = "rope_freqs.weight"
 """Divisors of the frequencies of full layers: 1, or a number so large that the frequency becomes 0."""
 _NO_ROTATION = 1e29
@@ -64,7 +66,9 @@ def gemma4_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Ma
 
 
 def gemma4_sources(tensors: Mapping[str, ReaderTensor]) -> dict[str, TensorSource]:
-    """Return where each tensor of the safetensors is in the file. Raises ModelError for a tensor of unknown name."""
+    """Return, for each tensor of the safetensors by name, its place in the GGUF file. Raises ModelError for unknown
+    names.
+    """
     parts: dict[str, list[ReaderTensor]] = {}
     for name, tensor in tensors.items():
         if name != _FACTORS:

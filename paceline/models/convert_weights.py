@@ -25,25 +25,27 @@ from paceline.models.safetensors_writer import TensorEntry, write_safetensors
 
 _MOST_THREADS = 8
 _PIECE = 1 << 20
-"""Numbers that one thread converts at a time."""
+"""Number of elements that one thread converts at a time."""
 
 Rows = np.ndarray[Any, Any]
 Watch = Callable[[int, int], None]
-"""A function that gets the bytes that are written, and all that will be."""
+"""A function that is called with the number of bytes written so far and the number of all bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where the numbers of one tensor of the safetensors are in the file."""
+    """The place of the numbers of one tensor of the safetensors in the GGUF file."""
 
     parts: Sequence[ReaderTensor]
-    """A tensor, or its halves, which follow each other in each expert's matrix."""
+    """The tensor of the GGUF file, or its two halves, which follow each other in each expert's matrix."""
     expert: int | None = None
-    """The expert whose matrix is meant, if the tensor of the file has those of all."""
+    """Index of the expert whose matrix this is, if the GGUF tensor has the matrices of all experts; None otherwise."""
     heads: int = 0
-    """Heads in which llama.cpp interleaves the halves of the rotary embedding; 0 if rows are in their own order."""
+    """Number of heads in which llama.cpp interleaves the halves of the rotary embedding; 0 if the order of rows is
+    unchanged.
+    """
     offset: float = 0.0
-    """What is added to each number."""
+    """Number that is added to each number of the GGUF file."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +61,7 @@ class TensorSource:
         return "" if len(kinds) > 1 or kinds & set(WHOLE_TYPES) else kinds.pop()
 
     def rows(self) -> Iterator[tuple[ReaderTensor, Rows]]:
-        """Yield all rows as the file has them, in pieces [rows, ...], each with the part that it is from."""
+        """Yield all rows as the GGUF file stores them, in pieces [rows, ...], each with the part that it comes from."""
         if len(self.parts) > 1:
             for matrices in zip(*(part.data for part in self.parts), strict=True):
                 yield from zip(self.parts, matrices, strict=True)
@@ -93,7 +95,7 @@ def write_weights(
     """Write bf16 safetensors and BLOCKS_FILE, whose matrices have the same names and order of rows.
 
     Blocks are uint8 [..., out, bytes]. The metadata of BLOCKS_FILE name the type of each quantized matrix. Matrices of
-    a type that we cannot compute with are named, but have no blocks.
+    a type for which Paceline has no kernels are named, but have no blocks.
 
     Args:
         tables: names of matrices whose rows are read from the safetensors, whatever the quantization is.

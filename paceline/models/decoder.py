@@ -27,7 +27,9 @@ _MEDIA = tuple(
 )
 """Beginnings of the names of tensors for images and audio, which only encoders read."""
 TEXT = ("model.language_model.", "language_model.", "lm_head.", "mtp.")
-"""Beginnings of the names of tensors that encoders do not read: those of the text model, and of a head that drafts."""
+"""Beginnings of the names of tensors that encoders do not read: tensors of the text model, and of a head that
+drafts.
+"""
 
 
 def text_place(weights: Weights) -> str:
@@ -38,10 +40,10 @@ def text_place(weights: Weights) -> str:
 
 
 class Decoder:
-    """A decoder of transformer layers; see `Architecture`. A model file has a subclass that says how to make a layer.
+    """An `Architecture` of transformer layers. A model file has a subclass that says how to make a layer.
 
     Args:
-        norm_kind: of the norm after the last layer.
+        norm_kind: kind of the norm after the last layer.
         embedding_scale: factor on the embeddings.
     """
 

@@ -18,7 +18,7 @@ from paceline.models.model_config import LayerType, ModelConfig
 from paceline.models.rotary import rotary_order
 
 _LATENT_EPS = 1e-6
-"""The `eps` of the norms of latent vectors, whatever that of other norms is."""
+"""The `eps` of the norms of latent vectors, which does not depend on the `eps` of other norms."""
 
 
 class Deepseek(Decoder):

@@ -40,7 +40,7 @@ def check_speculative(speculative: SpeculativeConfig | None, folder: Path, model
     """Check that a drafter fits the model in `folder`.
 
     Raises:
-        ConfigError: it does not fit.
+        ConfigError: the drafter does not fit the model.
         ModelError: `folder` holds no model that can be served.
     """
     if speculative is None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def rename_durably(source: Path, target: Path) -> None:
-    """Give a file or folder another name. Everything in it is on the disk before it has the name.
+    """Give a file or folder another name. Its whole content is on the disk before it has the new name.
 
     `target` must be in the same file system, and no folder with files. Raises OSError.
     """

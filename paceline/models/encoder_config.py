@@ -15,11 +15,11 @@ class Gemma4VisionConfig:
     heads: int
     head_dim: int
     patch_side: int
-    """Pixels."""
+    """Side of a patch, in pixels."""
     pooled_side: int
     """A row of the encoding is the mean of pooled_side x pooled_side patches."""
     positions: int
-    """Patches of the longest side."""
+    """Largest number of patches along a side of an image."""
     rope_theta: float
     norm_eps: float
     clipped: bool
@@ -36,19 +36,19 @@ class Gemma4AudioConfig:
     hidden_size: int
     heads: int
     features: int
-    """Log-mel features of a frame."""
+    """Number of log-mel features of a frame."""
     channels: tuple[int, int]
     """Output channels of the two convolutions that shorten the input."""
     conv_taps: int
-    """Frames that the convolution of a layer reads, the frame itself included."""
+    """Number of frames that the convolution of a layer reads, the frame itself included."""
     window: int
-    """Frames that a frame attends to, itself included."""
+    """Number of frames to which a frame attends, itself included."""
     score_cap: float
     """Bound of attention scores, as `ModelConfig.logit_softcap` bounds logits."""
     residual_weight: float
-    """Factor on the results of a layer's two MLPs, before they are added."""
+    """Factor on the results of a layer's two MLPs, before these results are added to the residual stream."""
     limit: float
-    """Bound of the elements between the parts of a layer."""
+    """Largest magnitude of the elements between the parts of a layer; larger elements are clipped."""
     output_size: int
     norm_eps: float
     clipped: bool
@@ -60,10 +60,10 @@ class PatchEmbedderConfig:
     """Gemma 4's unified model: a linear layer over large patches, with norms and positions."""
 
     patch_side: int
-    """Pixels."""
+    """Side of a patch, in pixels."""
     hidden_size: int
     positions: int
-    """Patches of the longest side."""
+    """Largest number of patches along a side of an image."""
     norm_eps: float
 
 
@@ -72,7 +72,7 @@ class SampleEmbedderConfig:
     """Gemma 4's unified model: a linear layer over samples of audio."""
 
     samples: int
-    """Samples of one row of the encoding."""
+    """Number of samples for one row of the encoding."""
     norm_eps: float
 
 
@@ -85,9 +85,9 @@ class SiglipConfig:
     inner_size: int
     heads: int
     image_side: int
-    """Pixels of each side of an image. There is no other size."""
+    """Side of an image, in pixels. All images are square and have this size."""
     patch_side: int
-    """Pixels."""
+    """Side of a patch, in pixels."""
     rows_side: int
     """An encoding has rows_side x rows_side rows."""
     norm_eps: float
@@ -102,9 +102,9 @@ class Qwen3VisionConfig:
     inner_size: int
     heads: int
     patch_side: int
-    """Pixels."""
+    """Side of a patch, in pixels."""
     patch_frames: int
-    """Frames of a patch. An image is repeated as often."""
+    """Number of frames of a patch. An image is repeated to have as many frames."""
     merged_side: int
     """A row of the encoding stands for merged_side x merged_side patches."""
     positions_side: int
@@ -118,10 +118,10 @@ class Qwen3VisionConfig:
 
 @dataclass(frozen=True, slots=True)
 class EncodersConfig:
-    """The encoders of a model."""
+    """The configurations of a model's encoders, one for each kind of media that the model reads."""
 
     hidden_size: int
-    """Elements of the text model's hidden states."""
+    """Number of elements of the text model's hidden states."""
     vision: Gemma4VisionConfig | PatchEmbedderConfig | SiglipConfig | Qwen3VisionConfig | None
     audio: Gemma4AudioConfig | SampleEmbedderConfig | None
     frames: bool
@@ -129,6 +129,6 @@ class EncodersConfig:
 
     @property
     def row_size(self) -> int:
-        """Elements of a row of an encoding: hidden states of one or more layers."""
+        """Number of elements of a row of an encoding: hidden states for one or more layers of the text model."""
         shown = len(self.vision.shown_layers) if isinstance(self.vision, Qwen3VisionConfig) else 0
         return self.hidden_size * (1 + shown)

@@ -23,7 +23,7 @@ class Router:
     Args:
         weight: [experts, hidden], packed.
         bias: [experts], in the model's dtype.
-        correction, scales: see `ExpertKernels.choose_experts`.
+        correction, scales: the arguments of `ExpertKernels.choose_experts`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Router:
         correction: Tensor | None = None,
         scales: Tensor | None = None,
     ) -> Router:
-        """Take the matrix, and a bias if the experts have one, from a checkpoint."""
+        """Take the router's matrix from a checkpoint, and its bias if the experts have biases."""
         sizes = experts_of(config)
         weight = kernels.pack(weights.take(f"{place}.weight", sizes.count, config.hidden_size))
         bias = weights.take(f"{place}.bias", sizes.count) if sizes.bias else None
@@ -65,7 +65,7 @@ class Router:
 
 
 def experts_of(config: ModelConfig) -> Experts:
-    """Return the sizes of the experts of a model that has some."""
+    """Return the sizes of the experts of a model, which must have experts."""
     assert config.experts is not None
     return config.experts
 
@@ -107,7 +107,7 @@ def fused_experts(
     Biases, if there are some, are [experts, outputs] and named like these tensors with `_bias` after them.
 
     Args:
-        transposed, interleaved: see `FusedExperts`. Only gate and up can be interleaved.
+        transposed, interleaved: the fields of `FusedExperts`. Only gate and up can be interleaved.
     """
     sizes, hidden = experts_of(config), config.hidden_size
     inner = sizes.inner_size
@@ -124,7 +124,9 @@ def fused_experts(
 
 
 def stored_experts(config: ModelConfig, weights: Weights, place: str, kernels: Kernels) -> ExpertWeights:
-    """Take experts that either share two tensors, `PLACE.gate_up_proj` and `PLACE.down_proj`, or have their own."""
+    """Take experts that share the tensors `PLACE.gate_up_proj` and `PLACE.down_proj`, or else have tensors of their
+    own.
+    """
     if weights.has(f"{place}.gate_up_proj"):
         return fused_experts(config, weights, f"{place}.gate_up_proj", f"{place}.down_proj", kernels)
     return separate_experts(config, weights, place, kernels)
@@ -134,7 +136,7 @@ class MixtureOfExperts:
     """A layer's experts, in place of an MLP, with an optional shared expert beside them.
 
     Args:
-        shared: the expert that all tokens go through.
+        shared: an expert that computes all tokens; None if there is none.
         shared_gate: a layer with one output, whose sigmoid is a factor on the shared expert's result.
     """
 

@@ -15,12 +15,13 @@ _LOCK_SECONDS = 7200.0
 
 @contextmanager
 def file_lock(path: Path, what: str, report: Callable[[str], None]) -> Iterator[None]:
-    """Keep other processes from making the same thing meanwhile. The system releases the lock if this process dies.
+    """Hold a lock in the context, so that no other process makes the same result. The system releases it if this
+    process dies.
 
     Args:
         path: the file to lock; it is made if it does not exist.
-        what: the thing that is made, for people.
-        report: gets a sentence if another process holds the lock.
+        what: the result that is made, for messages.
+        report: called with a sentence if another process holds the lock.
 
     Raises:
         ModelError: another process held the lock for two hours.

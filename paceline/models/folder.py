@@ -14,12 +14,12 @@ BLOCKS_FILE = "gguf_blocks.safetensors"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
-"""Bytes at the beginning of a safetensors file that tell the length of its header."""
+"""Number of bytes at the beginning of a safetensors file that contain the length of its header."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
 def check_folder(folder: Path) -> Path:
-    """Return `folder` if it has all files that serving needs.
+    """Check that a folder has all files that serving needs, and return it.
 
     Raises:
         ModelError: names the missing files.
@@ -32,7 +32,7 @@ def check_folder(folder: Path) -> Path:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: the only one, or all that its index names.
+    """Return the safetensors files of a folder: its only file, or all files that its index names.
 
     Raises:
         ModelError: there is no such file, one is missing, or the index is invalid.
@@ -60,7 +60,7 @@ def count_weights(folder: Path, stored: WeightFormat | None) -> int:
         stored: the format of quantized weights; None if there are none.
 
     Raises:
-        ModelError: see `weight_files`, or a file is damaged.
+        ModelError: a file or the index is missing or damaged.
     """
     return sum(_count_in_file(file, stored) for file in weight_files(folder))
 

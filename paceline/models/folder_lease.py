@@ -14,7 +14,9 @@ from pathlib import Path
 from paceline.core.errors import ModelError
 
 REMOVED = ".removed-"
-"""Part of the name of a folder or file that is being removed. Anybody may remove what a killed process left of one."""
+"""Part of the name of a folder or file that is being removed. If the removing process was killed, any process may
+remove the rest.
+"""
 
 _LOCK_SECONDS = 10.0
 _RETRY_SECONDS = 0.01
@@ -23,7 +25,8 @@ _RETRY_SECONDS = 0.01
 class FolderLease:
     """A shared lock on a folder until this object is closed or collected, or this process ends.
 
-    It needs no right to write. In a file system without locks nothing is locked, and nothing is removed by itself.
+    A lease needs no right to write. In a file system without locks nothing is locked, and nothing is removed
+    automatically.
 
     Raises:
         OSError: there is no such folder, or another process has just removed it.
@@ -51,7 +54,7 @@ class FolderLease:
 
 
 def lease_model(folder: Path) -> FolderLease:
-    """Return a lease of a model's folder. Raises ModelError if it has just been removed."""
+    """Return a lease of a model's folder. Raises ModelError if the folder has just been removed."""
     try:
         return FolderLease(folder)
     except OSError as error:
@@ -67,8 +70,8 @@ def is_leased(folder: Path) -> bool:
 def remove_unless_leased(path: Path, leased: Path) -> bool:
     """Remove a folder or file, unless a process has a lease of the folder `leased` in it. Return whether it is gone.
 
-    It loses its name at once. So nobody takes the rest for a whole folder if this process dies meanwhile. Raises
-    OSError if it cannot be removed.
+    The folder or file is renamed first, so that no process takes the rest for a whole folder if this process dies.
+    Raises OSError if it cannot be removed.
     """
     left = path.with_name(f".{path.name}{REMOVED}{secrets.token_hex(4)}")
     try:
@@ -83,7 +86,7 @@ def remove_unless_leased(path: Path, leased: Path) -> bool:
 
 
 def clear(path: Path) -> None:
-    """Remove a folder or file that nobody uses. Raises OSError if it cannot be removed."""
+    """Remove a folder or file that no process uses. Raises OSError if it cannot be removed."""
     with contextlib.suppress(FileNotFoundError):  # another process removes it, too
         if path.is_dir():
             shutil.rmtree(path)

@@ -94,7 +94,7 @@ class LayerInputs:
         self._kernels = kernels
 
     def lookups(self, token_ids: Tensor, begin: int, layers: int | None) -> Sequence[Tensor]:
-        """Return the parts of the tokens' rows for each span of layers in [begin, layers): [tokens, ...]."""
+        """Return the part of the tokens' rows for each span of layers in [begin, layers), [tokens, ...] each."""
         ids = token_ids.cpu()
         rows = [
             self._table[:, first * self._size : end * self._size].index_select(0, ids).to(self._dtype)
@@ -124,10 +124,10 @@ class LayerInputs:
 
 
 class Gemma4Layer:
-    """A layer.
+    """A layer of Gemma 4: attention, an MLP, perhaps experts, and an input of its own, all with norms.
 
     Args:
-        reads: whether it has no keys and values of its own, and reads those of another layer.
+        reads: whether the layer has no keys and values of its own, and reads those of another layer.
     """
 
     def __init__(

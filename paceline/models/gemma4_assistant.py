@@ -29,7 +29,7 @@ _UNLIKELY = -10_000.0
 
 
 class AssistantWeights(Weights, Protocol):
-    """`Weights` that have indices, too."""
+    """`Weights` from which vectors of indices can also be taken."""
 
     def take_indices(self, name: str, size: int) -> Tensor:
         """Return the vector of this name, on the model's device: int64 [size]."""
@@ -63,9 +63,9 @@ class Gemma4Assistant(Decoder):
 
         Args:
             embedded: [tokens, target's hidden]: the target's embeddings of the newest tokens.
-            states: [tokens, target's hidden].
+            states: [tokens, target's hidden]: hidden states of the target, or the result of `next_states`.
             positions: int64 [tokens]: the same in all calls between two steps of the target.
-            caches: of the target, one for each of `kinds`.
+            caches: caches of the target, one for each of `kinds`.
             batch: the tokens of each context that the assistant sees, of which the last counts as its query's own. It
                 has one group for each of `kinds`.
         """
@@ -85,7 +85,9 @@ class Gemma4Assistant(Decoder):
         return super().logits(hidden) if self._centroids is None else self._centroids.logits(hidden)
 
     def forward(self, inputs: ForwardInputs, embedded: bool = False) -> Tensor:
-        """Compute all layers. Token ids are not read: `inputs.further` has what the first layer's input is made of."""
+        """Compute all layers. Token ids are not read: `inputs.further` has the tensors from which the first layer's
+        input is computed.
+        """
         x = self._pre(inputs.further[0])
         steps = self._attention_steps(x, inputs, ())
         return run_layers(self._layers, self._norm, x, inputs.caches, steps, inputs.taps)
@@ -107,7 +109,9 @@ class _Centroids:
         self._tokens = tokens.view(sizes.centroids, -1)
 
     def logits(self, hidden: Tensor) -> Logits:
-        """Return the logits after each of hidden [n, hidden]. Those of other tokens are _UNLIKELY."""
+        """Return the logits of the next token for each of hidden [n, hidden]. Tokens of other clusters get
+        _UNLIKELY.
+        """
         best = self._centroids(hidden).topk(self._best, dim=1).indices
         tokens = self._tokens[best].flatten(1)
         rows = self._embedding.embed(tokens.flatten()).view(*tokens.shape, -1)

@@ -93,7 +93,7 @@ class BlockType:
     """Weights in one block."""
     bytes: int
     decode: Callable[[Tensor], Numbers]
-    """Turns uint8 [rows, blocks, bytes] into `Numbers`."""
+    """Function from blocks, uint8 [rows, blocks, bytes], to their `Numbers`."""
 
 
 BLOCK_TYPES: Mapping[str, BlockType] = {
@@ -109,7 +109,7 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 
 WHOLE_TYPES = ("F64", "F32", "F16", "BF16")
-"""Types whose numbers are not quantized."""
+"""GGUF types whose numbers are not quantized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,9 @@ class BlockMatrix:
     """A matrix [out, in] in blocks. It is decoded when it is packed."""
 
     type_name: str
-    """One of BLOCK_TYPES."""
+    """The quantized type, a key of BLOCK_TYPES."""
     raw: Tensor
-    """uint8 [out, bytes], whole blocks."""
+    """uint8 [out, bytes]: each row in whole blocks."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
 

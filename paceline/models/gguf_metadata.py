@@ -1,6 +1,7 @@
 """The metadata of a GGUF file, read by key with a type and bounds.
 
-So each error names a key. transformers, which makes the tokenizer, fails at an impossible value without naming the key.
+Each error names the key of the wrong value. transformers, which makes the tokenizer, would fail at an impossible value
+without naming its key.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -40,7 +41,7 @@ _FLAGS = tuple(f"tokenizer.ggml.add_{name}" for name in ("bos_token", "eos_token
 
 
 class TokenizerList(NamedTuple):
-    """A list of a tokenizer. It can have a million entries, so they are not kept."""
+    """A list of a tokenizer without its entries, because there can be a million of them."""
 
     entries: GGUFValueType
     length: int
@@ -142,7 +143,7 @@ def check_tokenizer(metadata: Metadata) -> None:
 
     Raises:
         DamagedError: a list is missing or too short, or a token id has no token.
-        ModelError: its kind is another.
+        ModelError: transformers does not convert this kind of tokenizer.
     """
     kind = str(metadata.get("tokenizer.ggml.model"))
     if kind not in _RANKS:

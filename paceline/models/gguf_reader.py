@@ -1,4 +1,4 @@
-"""A reader of GGUF files from strangers."""
+"""A reader of GGUF files that may be damaged or hostile."""
 
 from __future__ import annotations
 

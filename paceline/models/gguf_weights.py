@@ -31,7 +31,9 @@ def weights_of(checkpoint: Checkpoint, folder: Path, quantization: Quantization)
 
 
 class GgufWeights:
-    """Weights of a converted GGUF file, as its own blocks. They dequantize to the checkpoint's matrices bit for bit."""
+    """Weights of a converted GGUF file, as the file's own blocks. Dequantized, they equal the checkpoint's matrices bit
+    for bit.
+    """
 
     def __init__(self, checkpoint: Checkpoint, file: Path) -> None:
         if not file.is_file():

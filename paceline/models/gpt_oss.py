@@ -1,4 +1,4 @@
-"""GptOssForCausalLM."""
+"""GptOssForCausalLM: layers with experts, attention sinks, and windows."""
 
 from __future__ import annotations
 

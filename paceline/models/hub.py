@@ -37,11 +37,11 @@ def fetch_from_hub(
 
     Args:
         revision: a branch, tag or commit; "" for the main branch.
-        report: gets a sentence about each slow operation, and its progress (see Progress).
-        model_impl, trust_remote_code: see `resolve_model`.
+        report: called with a sentence about each slow operation, and with lines of its progress (`Progress`).
+        model_impl, trust_remote_code: the arguments of `resolve_model`.
 
     Raises:
-        ModelError: says what is wrong and what to do.
+        ModelError: the model cannot be downloaded or served.
     """
     from huggingface_hub import is_offline_mode
     from huggingface_hub.utils import logging

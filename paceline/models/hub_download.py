@@ -24,7 +24,7 @@ class HubFile:
 
     name: str
     size: int
-    """In bytes."""
+    """Size of the file, in bytes."""
 
 
 def missing_files(repository: str, commit: str, names: Sequence[str]) -> list[HubFile]:
@@ -52,7 +52,7 @@ def check_space(files: Sequence[HubFile]) -> None:
 def download(repository: str, commit: str, files: Sequence[HubFile], report: Callable[[str], None]) -> None:
     """Download files to the cache that all tools of this machine share.
 
-    A connection that breaks is resumed where it broke. A process that is interrupted keeps the files that are whole.
+    After a broken connection, a download continues at the last byte. After an interrupted process, complete files stay.
 
     Raises exceptions of huggingface_hub.
     """
@@ -104,7 +104,7 @@ class _Work:
         """Set when all files are whole, or one has failed."""
 
     def run(self) -> None:
-        """Download files until none is left, one has failed, or `stop` is set."""
+        """Download files until no file is left, a file has failed, or `stop` is set."""
         from huggingface_hub import hf_hub_download
 
         while not self.stop.is_set():

@@ -19,10 +19,10 @@ _ADAPTED = ("generation_config.json", "adapter_config.json")
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A model, and everything else that changes the blocks that are computed with it."""
+    """A model, and everything else that affects the KV blocks that are computed with it."""
 
     content: FileContent
-    """The files that the model is computed from."""
+    """The files from which the model is loaded, with digests."""
     dtype: str
     quantization: str
     """"int8" or "none". "gguf" counts as "none": both have the same weights, so their workers may exchange blocks.
@@ -30,7 +30,9 @@ class ModelIdentity:
     results of two instruction sets.
     """
     code: str
-    """The `implementation_name`. Blocks of different codes differ in their last bits."""
+    """Name of the code that computes the model, from `implementation_name`. Blocks of different codes differ in their
+    last bits.
+    """
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
@@ -40,7 +42,9 @@ class ModelIdentity:
 
     @property
     def weights(self) -> str:
-        """Digest of the config and the weights alone. If two digests are equal, the same model continues a text."""
+        """Digest of the config and the weights alone. Workers with equal digests have the same model, so one can
+        continue another's text.
+        """
         digests = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
         return hashlib.sha256(repr(digests).encode()).hexdigest()
 

@@ -33,7 +33,7 @@ class Layer(Protocol):
 
 
 Mixer = Callable[[Tensor, AnyCache, AttentionStep], Tensor]
-"""Attention, or what a layer has in place of it: x [tokens, hidden] -> same shape."""
+"""Attention, or a recurrent mixer in place of attention: x [tokens, hidden] -> same shape."""
 MLP = Callable[[Tensor], Tensor]
 """An MLP, or experts in place of it: x [tokens, hidden] -> same shape."""
 
@@ -43,7 +43,7 @@ class PreNormLayer:
     to its result.
 
     Args:
-        norm_kind: of both norms.
+        norm_kind: kind of both norms.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ def run_layers(
         x: [tokens, hidden], the embedded tokens, or the residual stream after `begin` layers.
         caches: one for each layer.
         steps: the attention inputs of each layer.
-        taps: gets the hidden states after chosen layers.
+        taps: receives the hidden states after chosen layers; None if there are no taps.
         begin: number of the model's layers before `layers`.
     """
     taps = taps or Taps()

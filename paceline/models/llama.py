@@ -16,12 +16,12 @@ MakeMLP = Callable[[int, str], MLP]
 
 
 class Llama(Decoder):
-    """A Llama model, or one that differs in its configuration only: norms before attention and MLP.
+    """A Llama model, or a model that differs from Llama only in its configuration: norms before attention and MLP.
 
     Args:
         head_norms: queries and keys have norms over each head (Qwen 3).
-        make_mlp: makes what a layer has in place of a gated MLP.
-        norm_kind: of the norms before attention and MLP, and after the last layer.
+        make_mlp: makes the MLP of each layer; None for gated MLPs.
+        norm_kind: kind of the norms before attention and MLP, and after the last layer.
     """
 
     def __init__(

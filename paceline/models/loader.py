@@ -80,7 +80,7 @@ def load_model(
 def load_assistant(
     path: Path, dtype: torch.dtype, kernels: Kernels, device: torch.device, packed_dir: Path | None = None
 ) -> Gemma4Assistant:
-    """Load a model that drafts with its target's keys and values. See `load_model`."""
+    """Load a model that drafts with its target's keys and values. Arguments and errors are those of `load_model`."""
     config = read_assistant(path)
 
     def build(pack: Pack) -> Gemma4Assistant:
@@ -103,7 +103,7 @@ def load_encoders(
 ) -> Encoders | None:
     """Load the encoders of a model for images, videos or audio, without its text model; None if it has none.
 
-    Encoders are never quantized. See `load_model`.
+    Encoders are never quantized. Arguments and errors are those of `load_model`.
     """
     if implementation(path, model_impl) == "transformers":
         from paceline.models.transformers_backend.images import load_images

@@ -1,4 +1,4 @@
-"""MixtralForCausalLM."""
+"""MixtralForCausalLM: Llama's layers with experts in place of MLPs."""
 
 from __future__ import annotations
 

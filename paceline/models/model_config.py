@@ -10,7 +10,9 @@ from paceline.core.experts import ExpertActivation, Routing
 from paceline.core.media import MediaKind
 
 LayerType = Literal["full", "nope", "sliding", "mamba", "delta"]
-"""A layer without positions ("nope") attends to all tokens, as "full", but does not rotate queries and keys."""
+"""The type of a layer. A layer without positions ("nope") attends to all tokens, like "full", but does not rotate
+queries and keys.
+"""
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -24,12 +26,14 @@ class Rope:
     that is rotated as a whole."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
-    """Factor of low frequencies, for kind "llama3" only; so is `high_freq_factor`."""
+    """Factor of low frequencies. This field and `high_freq_factor` are for kind "llama3" only."""
     high_freq_factor: float = 1.0
     original_max_position: int = 0
     """Longest context that the model was first trained on, for the kinds "llama3" and "yarn"."""
     rotated_dims: int = 0
-    """Dimensions of a head that are rotated, from the first. 0 is all of them, but none with "proportional"."""
+    """Number of dimensions of a head that are rotated, from the first on. 0 means all dimensions; with "proportional"
+    it means no dimensions.
+    """
     interleaved: bool = False
     """Whether dimensions 2i and 2i + 1 turn together, rather than i and i + rotated / 2."""
     beta_fast: float = 32.0
@@ -41,7 +45,7 @@ class Rope:
     truncate: bool = True
     """Whether the pairs with `beta_fast` and `beta_slow` turns are rounded to whole numbers, for kind "yarn"."""
     attention_factor: float = 1.0
-    """Factor on rotated queries and keys."""
+    """Factor by which rotated queries and keys are multiplied."""
     sections: tuple[int, int, int] | None = None
     """Pairs of dimensions that turn by a token's frame, row and column, if positions have three dimensions (M-RoPE).
     Pairs 0, 1, 2, 3, … turn by frame, row, column, frame, …; pairs after the last of a row or a column turn by frame.
@@ -51,7 +55,7 @@ class Rope:
 
     @property
     def longest_context(self) -> int:
-        """Tokens of the longest context for which YaRN scales the angles; 0 if it does not scale them."""
+        """Number of tokens of the longest context for which YaRN scales the angles; 0 if it does not scale them."""
         return int(self.factor * self.original_max_position) if self.kind == "yarn" else 0
 
 
@@ -62,13 +66,15 @@ class Latent:
     rank: int
     """Dimensions of a latent vector. A rotated key, which all heads share, is cached behind it."""
     query_rank: int
-    """Dimensions of a vector of which all heads' queries are linear functions; 0 if they are functions of the input."""
+    """Dimensions of a vector from which the queries of all heads are computed; 0 if they are computed from the layer's
+    input.
+    """
     plain_dim: int
     """Dimensions of a head's query and key that are not rotated."""
     rotated_dim: int
-    """Dimensions of a head's query and key that are rotated. They follow the others."""
+    """Dimensions of a head's query and key that are rotated. They follow the dimensions that are not rotated."""
     value_dim: int
-    """Dimensions of a head's value."""
+    """Number of dimensions of a head's value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +87,9 @@ class AttentionConfig:
     scale: float
     """Factor on the products of queries and keys."""
     rope: Rope | None
-    """None if queries and keys are not rotated by their positions."""
+    """Rotary embedding of queries and keys; None if they are not rotated."""
     window: int = 0
-    """Tokens that a query attends to, itself included; 0 for all."""
+    """Number of tokens to which a query attends, itself included; 0 for all tokens before it."""
     bias: bool = False
     """Whether the projections to queries, keys and values have a bias."""
     output_bias: bool = False
@@ -110,7 +116,7 @@ class Mamba:
     head_dim: int
     state_size: int
     conv_taps: int
-    """Inputs that one output of the convolution reads, its own included."""
+    """Number of inputs that one output of the convolution reads, its own input included."""
     conv_bias: bool
     bias: bool
     """Whether the projections have a bias."""
@@ -149,13 +155,13 @@ class DeltaNet:
     """Sizes of layers with the gated delta rule."""
 
     heads: int
-    """Heads with a value and a state of their own."""
+    """Number of heads that have a value and a state of their own."""
     key_heads: int
-    """Heads with a query and a key. Each serves heads / key_heads value heads."""
+    """Number of heads that have a query and a key. Each of them serves heads / key_heads value heads."""
     key_dim: int
     value_dim: int
     conv_taps: int
-    """Inputs that one output of the convolution reads, its own included."""
+    """Number of inputs that one output of the convolution reads, its own input included."""
     grouped: bool
     """Whether the checkpoint keeps the projections in two matrices, whose outputs are grouped by key head. Otherwise it
     keeps them in four matrices."""
@@ -167,19 +173,19 @@ class DeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Layers that send each token through some of many small MLPs."""
+    """Layers with experts: many small MLPs, of which some compute each token."""
 
     count: int
-    """Experts of a layer."""
+    """Number of experts of a layer."""
     inner_size: int
     routing: Routing
     activation: ExpertActivation
     bias: bool = False
     """Whether the router and the matrices of experts have a bias."""
     shared_size: int = 0
-    """Inner size of an MLP beside the experts, which all tokens go through; 0 if there is none."""
+    """Inner size of the shared expert, an MLP beside the experts that computes all tokens; 0 if there is none."""
     dense_layers: frozenset[int] = frozenset()
-    """Layers that have an MLP instead of experts."""
+    """Indices of the layers that have an MLP instead of experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +193,13 @@ class Gemma4Config:
     """The part of a config that only Gemma 4 has."""
 
     values_from_keys: tuple[LayerType, ...]
-    """Types of layers whose values are made of the projection to keys."""
+    """Types of layers that compute values from the projection to keys."""
     reader_intermediate_size: int
     """Width of the MLP in layers without KV of their own."""
     layer_input_size: int
     """Size of the per-layer embedding of a token; 0 if the model has none."""
     layer_input_vocab_size: int
-    """Rows of the table of per-layer embeddings."""
+    """Number of rows of the table of per-layer embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +208,11 @@ class Assistant:
     target."""
 
     target_size: int
-    """Elements of the target's hidden states."""
+    """Number of elements of the target's hidden states."""
     centroids: int = 0
-    """Clusters of tokens, all of one size; 0 if all tokens have logits."""
+    """Number of clusters of tokens, which all have the same size; 0 if all tokens have logits."""
     best_centroids: int = 0
-    """Clusters whose tokens have logits in a step."""
+    """Number of clusters whose tokens get logits in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +232,7 @@ class ModelConfig:
     """The attention of each type of layer that has one."""
     tie_word_embeddings: bool
     max_position: int
-    """Longest context, in tokens."""
+    """Number of tokens of the longest context."""
     dtype: str
     """dtype of the checkpoint, as torch spells it: "bfloat16", "float16" or "float32"."""
     mamba: Mamba | None = None
@@ -234,12 +240,12 @@ class ModelConfig:
     delta: DeltaNet | None = None
     """Sizes of the layers with the gated delta rule; None if there are none."""
     experts: Experts | None = None
-    """The experts of layers; None if there are none."""
+    """Sizes of the layers with experts; None if there are none."""
     unused_layers: int = 0
     """Number of layers after the model's own that predict further tokens. They are not loaded."""
     gemma4: Gemma4Config | None = None
     assistant: Assistant | None = None
-    """None if the model does not read a target's keys and values."""
+    """The part for assistants; None if the model does not read a target's keys and values."""
     kv_sources: Mapping[int, int] = field(default_factory=dict)
     """For each layer without KV of its own, the layer whose KV it reads."""
     deepstack_layers: int = 0
@@ -259,20 +265,22 @@ class ModelConfig:
 
     @property
     def whole_media(self) -> frozenset[MediaKind]:
-        """See `ModelFacts`."""
+        """Kinds of media whose spans one step must compute whole, as in `ModelFacts`."""
         looks_ahead = any(attention.looks_ahead for attention in self.attention.values())
         return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
 
     @property
     def has_grids(self) -> bool:
-        """See `ModelFacts`."""
+        """Whether spans of media have a grid, as in `ModelFacts`."""
         return any(
             attention.rope is not None and attention.rope.sections is not None for attention in self.attention.values()
         )
 
     @property
     def encoding_size(self) -> int:
-        """Elements of a row of an encoding: a part in place of the embedding, and one for each layer that adds one."""
+        """Number of elements of a row of an encoding: one part in place of the embedding, and one part for each
+        deepstack layer.
+        """
         return self.hidden_size * (1 + self.deepstack_layers)
 
     @property

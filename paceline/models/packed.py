@@ -31,7 +31,7 @@ class Pack(Protocol):
 
     @property
     def needs_content(self) -> bool:
-        """Whether it reads the matrices. Otherwise, they may be on the meta device."""
+        """Whether this function reads the matrices. Otherwise, the matrices may be on the meta device."""
 
     def __call__(self, name: str, weight: Matrix, /) -> PackedWeight: ...
 
@@ -41,7 +41,9 @@ PACKING = 1
 order their matrices in another way, or a weight format reads them in another way, so that they are packed again.
 """
 _MOST_FORMS = 2
-"""Folders kept for one model, each in another packing: enough to go back a release, or to run two releases in turns."""
+"""Number of folders kept for one model, each in another packing: enough to go back one release, or to alternate between
+two.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ def packed_weights(
     If the folder cannot be kept, log a warning and return a `Pack` that packs into memory of this process.
 
     Args:
-        packed_dir: has the folders of all models.
+        packed_dir: folder that has the folders of all models.
         model: a name for the model's content and dtype, used as a prefix of the folder's name.
         packer: packs the matrices, if the folder does not have them yet.
         visit: calls a `Pack` with every matrix of the model.

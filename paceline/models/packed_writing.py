@@ -26,7 +26,7 @@ from paceline.models.folder_lease import clear
 from paceline.models.quantized import Matrix, Packer
 
 LENGTH_BYTES = 8
-"""Bytes of the index's length, which is the end of a file: an integer without sign, its lowest byte first."""
+"""Number of bytes of the index's length at the end of a file: an unsigned integer, lowest byte first."""
 
 Place = tuple[int, int, int | None]
 """Begin and end of a matrix in its file, in bytes, and its `PackedWeight.format`."""
@@ -40,9 +40,9 @@ _MOST_UNWRITTEN = 2 << 30
 """Largest number of bytes of matrices that wait to be packed or are being packed, counted in bf16. They use memory if
 they are not part of a mapped file, for example because the checkpoint has another dtype."""
 _KEPT_BYTES = 64 << 20
-"""A buffer of at most this many bytes is kept for the next matrix."""
+"""Largest size of a buffer that is kept for the next matrix, in bytes."""
 _PIECE = 8 << 20
-"""Bytes that are written at once: some large pages."""
+"""Number of bytes that are written at a time: some large pages."""
 
 
 def write_packed(
@@ -80,7 +80,7 @@ class Writing:
     One file would keep threads waiting, because Linux lets one thread at a time write to it.
 
     Args:
-        folder: gets one file for each thread.
+        folder: folder for the files, one for each thread.
         packer: packs the matrices.
     """
 
@@ -133,7 +133,7 @@ class Writing:
             self._free.put(file)
 
     def finish(self) -> None:
-        """Write all that is not written yet, and wait until it is on the disk."""
+        """Write all matrices that are not written yet, and wait until all files are on the disk."""
         while self._unwritten:
             self._wait_for_one()
         for _ in self._threads.map(_PackedFile.finish, self._files):
@@ -190,7 +190,7 @@ class Output:
 
     Args:
         raw: an unbuffered file at its beginning.
-        piece: bytes of a piece.
+        piece: size of a piece, in bytes.
     """
 
     def __init__(self, raw: IO[bytes], piece: int = _PIECE) -> None:
@@ -212,7 +212,9 @@ class Output:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the bytes that are in memory to the file. After an incomplete piece, nothing more may be written."""
+        """Write the bytes that are still in memory to the file. If they are not a whole piece, nothing more may be
+        written.
+        """
         rest = self._piece[: self._used]
         while rest:
             rest = rest[self._raw.write(rest) :]

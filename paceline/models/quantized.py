@@ -16,7 +16,9 @@ from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.gguf_blocks import BlockMatrix
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
-"""A matrix [out, in], or those of all heads [heads, out, in]. On the meta device it is missing, or nobody reads it."""
+"""A matrix [out, in], or the matrices of all heads [heads, out, in]. On the meta device, the matrix is missing or will
+not be read.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class Packer:
     """Device on which dequantized matrices are packed."""
     weight_form: WeightForm = "none"
     needs_content: ClassVar[bool] = True
-    """See `Pack`."""
+    """Whether this function reads the matrices, as in `Pack`."""
 
     def __post_init__(self) -> None:
         if self.weight_form not in get_args(WeightForm):
@@ -62,5 +64,5 @@ class Packer:
         return self.kernels.pack(quantize_int8(weight) if rounds else weight, allocate)
 
     def without_data(self, weight: Matrix) -> PackedWeight:
-        """Return what a call returns, but on the meta device and without a format."""
+        """Return the packed matrix that a call would return, but on the meta device and without a format."""
         return self.kernels.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))

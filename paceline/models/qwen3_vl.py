@@ -21,9 +21,9 @@ from paceline.models.rotary import Rotation
 class ReadsGrids(Decoder):
     """A decoder with M-RoPE and deepstack.
 
-    The three positions of a token differ only in images and videos. So a step without them is that of the text model,
-    and a step with them gets its angles, and what deepstack adds to each token, as inputs. Deepstack adds 0 to tokens
-    of text, so their bits are the same in both.
+    The three positions of a token differ only in images and videos. So a step without images is the same as in the text
+    model. A step with images gets its angles, and the numbers that deepstack adds to each token, as inputs. Deepstack
+    adds 0 to tokens of text, so their bits are the same in both kinds of steps.
     """
 
     def encoded_inputs(self, token_ids: Tensor, positions: Tensor, encoded: EncodedRows) -> Sequence[Tensor]:

@@ -19,13 +19,16 @@ from paceline.core.machine import available_memory
 _POPULATE_READ = 22
 """Linux's MADV_POPULATE_READ, which Python does not name. It exists since Linux 5.14."""
 _THREADS = 2
-"""Threads that read a map. One of them waits for each page, so it has a fraction of a disk's rate."""
+"""Number of threads that read a map. A thread waits for each page, so one thread alone has a fraction of a disk's
+rate.
+"""
 _PIECE = 16 << 20
 _WINDOW = 128 << 20
-"""Bytes of a checkpoint that the system reads at the same time. A disk behind a network or a hypervisor reads much at
-once faster than one piece after another."""
+"""Number of bytes of a checkpoint that the system reads at the same time. A disk behind a network or a hypervisor reads
+many pieces at once faster than one after another.
+"""
 _REQUEST = 512 << 10
-"""Bytes of one request to read ahead. Linux ignores the part of a request above `read_ahead_kb` or the disk's
+"""Number of bytes of one request to read ahead. Linux ignores the part of a request above `read_ahead_kb` or the disk's
 `max_sectors_kb`.
 """
 
@@ -35,8 +38,7 @@ class Lookahead:
 
     Args:
         files: safetensors files with complete headers.
-        window: bytes that are read at the same time. A larger tensor is left out, because it may be a table of which
-            few rows are needed.
+        window: bytes that are read at the same time. Larger tensors, which may be tables, are left out.
     """
 
     def __init__(self, files: Iterable[Path], window: int = _WINDOW) -> None:
@@ -46,7 +48,7 @@ class Lookahead:
         self._announced = bytearray(len(self._places))
 
     def take(self, name: str) -> None:
-        """Let the system begin to read this tensor, and those that follow within the window."""
+        """Let the system begin to read this tensor, and the tensors that follow it within the window."""
         room = self._window
         for number in range(self._number_of[name], len(self._places)):
             _, file, start, end = self._places[number]
@@ -91,7 +93,8 @@ def will_read(data: Tensor) -> None:
 def read_ahead(maps: Sequence[Tensor]) -> None:
     """Begin to read mapped files, each uint8 [size], side by side from their beginnings. Large pages stay possible.
 
-    Do nothing if they would take most of the available memory, because pages might be dropped before they are used.
+    Do nothing if the files would take most of the available memory, because pages might be dropped before they are
+    used.
     """
     available = available_memory()
     if available is None or sum(map(len, maps)) > available * 3 // 4:

@@ -1,4 +1,6 @@
-"""The class that computes each architecture. A new one is one line here and one in `_READERS` of config/__init__.py."""
+"""The class that computes each architecture. A new architecture needs one line here and one in `_READERS` of
+config/__init__.py.
+"""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ from paceline.models.model_config import LayerType, ModelConfig, Rope
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """cos and sin of a step's positions: fp32 [tokens, head_dim]."""
+    """Cosines and sines of the angles at a step's positions: fp32 [tokens, head_dim] each."""
 
     cos: Tensor
     sin: Tensor
     of_queries: Rotation | None = None
-    """The rotation of queries, if it is another one than that of keys."""
+    """The rotation of queries, if it differs from the rotation of keys; None if both are equal."""
 
 
 class Rotary:
@@ -69,7 +69,9 @@ class Rotary:
 
 
 def section_axes(rope: Rope, pairs: int) -> Tensor:
-    """Return the position that turns each pair of dimensions, int64 [pairs]: 0 frame, 1 row, 2 column. See `Rope`."""
+    """Return the position that turns each pair of dimensions by `Rope.sections`, int64 [pairs]: 0 frame, 1 row, 2
+    column.
+    """
     assert rope.sections is not None
     pair = torch.arange(pairs)
     axis = pair % 3
@@ -79,7 +81,7 @@ def section_axes(rope: Rope, pairs: int) -> Tensor:
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the radians that each pair of dimensions turns per position: fp32 [head_dim / 2].
 
-    Pairs that are not rotated come last and have 0.
+    Pairs that are not rotated come last and have frequency 0.
     """
     proportional = rope.kind == "proportional"
     rotated = rope.rotated_dims if proportional else rope.rotated_dims or head_dim
@@ -125,7 +127,7 @@ def _yarn_slowing(rope: Rope, pairs: int) -> Tensor:
 
 
 def rotary_order(rope: Rope | None, heads: int, head_dim: int) -> Sequence[int] | None:
-    """Return the order in which projections to queries and keys must have their rows; None for that of the checkpoint.
+    """Return the order of rows that projections to queries and keys must have; None for the order of the checkpoint.
 
     Kernels rotate dimension i of a head together with dimension i + head_dim / 2. Some checkpoints pair neighbours, and
     some rotate only a head's first dimensions. Products of queries and keys do not change if both have the same new

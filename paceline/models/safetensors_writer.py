@@ -24,7 +24,7 @@ class TensorEntry:
     dtype: Literal["BF16", "U8"]
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[memoryview]]
-    """Returns the tensor's bytes, piece by piece."""
+    """Function that returns the tensor's bytes, piece by piece."""
 
     @property
     def nbytes(self) -> int:
@@ -34,11 +34,11 @@ class TensorEntry:
 def write_safetensors(
     file: Path, entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], watch: Callable[[int], None]
 ) -> None:
-    """Write tensors one after another.
+    """Write a safetensors file with these tensors, one after another.
 
     Args:
         metadata: strings for the file's header.
-        watch: gets the bytes of each piece after it was written.
+        watch: called with the number of bytes of each piece after it was written.
 
     Raises:
         ValueError: the pieces of a tensor have more or fewer bytes than its shape says.

@@ -22,7 +22,8 @@ _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 def tokenizer_files(names: Iterable[str]) -> list[str]:
     """Return the names of the files that the tokenizer is read from, among the names of a model's files.
 
-    tokenizer.json is enough. Without it, the result has all files from which it can be made; [] if there are none.
+    tokenizer.json is enough. Without tokenizer.json, the result has all files from which it can be made; [] if there
+    are none.
     """
     known = set(names)
     if FAST in known:
@@ -34,7 +35,7 @@ def tokenizer_files(names: Iterable[str]) -> list[str]:
 
 
 def needed_package(folder: Path) -> str:
-    """Return the package, as pip names it, that converts the tokenizer in `folder`; "" if none is needed.
+    """Return pip's name of the package that converts the tokenizer in `folder`; "" if no package is needed.
 
     Raises:
         ModelError: the conversion would not restore how the tokenizer splits text.

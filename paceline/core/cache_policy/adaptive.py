@@ -13,8 +13,8 @@ from paceline.core.cache_policy.ranking import Block, BlockRanking, Name
 _SHADOW_SLOTS = 100
 """Least number of slots of a shadow cache, unless the memory has fewer than twice as many."""
 _SHIFTS = range(1, 5)
-"""One of 2, 4, 8 or 16 blocks is sampled. The larger the memory, the smaller the share, because each sampled block
-costs time.
+"""Base-2 logarithms of the possible sampling rates: one of 2, 4, 8 or 16 blocks is sampled. A larger memory has a
+smaller share of sampled blocks, because each of them costs time.
 """
 _DECISIVE = 0.5
 """Lead in hits that makes a ranking the leader, as a share of the slots of a shadow cache."""
@@ -24,7 +24,7 @@ class Shadow:
     """Replays requests for blocks against a ranking, with the same rules of eviction as in a memory.
 
     Args:
-        ranking: decides which block is evicted. Its number of slots is the size of the cache.
+        ranking: chooses the block to evict. Its number of slots is the size of the shadow cache.
         in_use: tells whether a request uses a block. Such a block is not evicted.
     """
 
@@ -38,7 +38,7 @@ class Shadow:
         self._clock = 0
 
     def use(self, name: Name, parent: Name | None) -> bool:
-        """Request a block after its parent. Return whether it is found; if not, it is added."""
+        """Request a block after its parent. Return whether the block was in the shadow cache; if not, it is added."""
         self._clock += 1
         block = self._blocks.get(name)
         if block is not None:
@@ -67,7 +67,7 @@ class Shadow:
                 self._offer(block)
 
     def reconsider(self, name: Name) -> None:
-        """Rank a block again, because more is known about it."""
+        """Rank a block again, because its hint or its history has changed."""
         block = self._blocks.get(name)
         if block is not None and block.offered:
             self._withdraw(block)
@@ -105,11 +105,11 @@ class Shadow:
 class Adaptive(CachePolicy):
     """Evicts by `Forecast` or by `ARC`, whichever has found more blocks lately.
 
-    Both rank all blocks at all times, and one of them leads. Each also ranks a shadow cache, which has only names. The
-    shadow caches see a sample of the blocks, and have the same share of the slots. The other ranking becomes the leader
-    as soon as its shadow cache is ahead by `_DECISIVE`. A smaller lead is not worth a change, because the memory still
-    holds what the former leader kept. The lead is counted up to this bound only, so that an old lead is lost quickly if
-    the load changes.
+    Both policies rank all blocks at all times, and one of them leads. Each also ranks a shadow cache, which has only
+    names. The shadow caches see a sample of the blocks, and have the same share of the slots. The other ranking becomes
+    the leader as soon as its shadow cache is ahead by `_DECISIVE`. A smaller lead is not worth a change, because the
+    memory still holds what the former leader kept. The lead is counted up to this bound only, so that an old lead is
+    lost quickly if the load changes.
 
     Args:
         slots: number of blocks that the memory can hold.

@@ -15,13 +15,13 @@ from paceline.core.cache_policy.ranking import NOWHERE, Block, BlockRanking, Nam
 
 @dataclass(slots=True)
 class HintCounts:
-    """Numbers of blocks about which there were hints."""
+    """Numbers of blocks with a hint that came true, and with a hint that did not."""
 
     hinted: int = 0
     kept: int = 0
-    """Blocks that were requested again while they were here."""
+    """Hinted blocks that were requested again while they were in this memory."""
     wasted: int = 0
-    """Blocks that were evicted before anyone requested them."""
+    """Hinted blocks that were evicted before a request used them again."""
 
 
 class CachePolicy(BlockRanking):
@@ -53,7 +53,7 @@ class CachePolicy(BlockRanking):
 
     @final
     def get(self, name: Name) -> Block | None:
-        """Return the block with this name, or None."""
+        """Return the block with this name; None if the memory has no such block."""
         return self._blocks.get(name)
 
     @final
@@ -64,12 +64,14 @@ class CachePolicy(BlockRanking):
 
     @final
     def blocks(self) -> Collection[Block]:
-        """Return all reusable blocks."""
+        """Return all blocks that requests could reuse now, in use or not."""
         return self._blocks.values()
 
     @final
     def insert(self, name: Name, place: Place = NOWHERE) -> None:
-        """Add a block, which can be read from now on and is in use. Raises ValueError if the name is known already."""
+        """Add a block that can be read from now on, and mark it as in use. Raises ValueError if the name is known
+        already.
+        """
         if name in self._blocks:
             raise ValueError(f"{name} is here already")
         self._clock += 1
@@ -101,7 +103,7 @@ class CachePolicy(BlockRanking):
 
     @final
     def expect(self, name: Name, hint: Hint) -> None:
-        """Note a hint about a block, in place of an earlier one. Nothing happens if the block is not here."""
+        """Note a hint about a block; it replaces an earlier hint. Do nothing if the memory does not have the block."""
         block = self._blocks.get(name)
         if block is None:
             return

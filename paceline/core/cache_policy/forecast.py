@@ -16,7 +16,7 @@ class ExpectedHits(BlockRanking):
 
     Args:
         slots: number of blocks that the memory can hold.
-        history: what is known about the blocks. It must hear of each event before this ranking does.
+        history: the uses of all blocks. Each event must reach the history before it reaches this ranking.
     """
 
     def __init__(self, slots: int, history: History) -> None:
@@ -66,15 +66,16 @@ class ExpectedHits(BlockRanking):
 
 
 class Forecast(CachePolicy):
-    """Evicts the block with the least worth first: the hits to expect from it, per time that it would occupy a slot.
+    """Evicts the block with the least worth first. A block's worth is the hits expected from it, divided by the time
+    for which it would occupy a slot.
 
     Nothing is tuned by hand for a kind of load. The policy counts how soon blocks are requested again (`Hazards`), by
     the number of earlier requests and the time since the last one. It counts evicted blocks, too. The effects:
 
     - Blocks that were requested again stay longer than blocks that were not.
     - If blocks are requested in a cycle, the newest are evicted.
-    - Blocks with a hint form classes of their own, by the time that the hint promises and by how often other hints of
-      its source came true. So a hint counts as much as earlier hints of its kind turned out to be worth.
+    - Blocks with a hint form classes of their own, by the time in the hint and by the share of its source's hints that
+      came true. So a hint counts as much as earlier hints of its kind have proved to be worth.
     - Before anything is known, blocks with a hint are evicted last. Among the others, the least often used blocks are
       evicted first, and among them the least recently used.
 

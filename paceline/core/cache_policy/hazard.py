@@ -16,7 +16,7 @@ _BIN = [bisect_right(EDGES, age) - 1 for age in range(HORIZON)]
 _DECAY = 0.9
 _DECAY_EPOCHS = 32
 _PRIOR = 30.0
-"""Weight of the assumed rate of a class at an age, in observations of the class itself."""
+"""Weight of the rate that is assumed for a class at an age: it counts as much as this many observed blocks."""
 
 
 def bin_of(age: int) -> int:
@@ -84,7 +84,7 @@ class Hazards:
                 counts[:] = [count * _DECAY for count in counts]
 
     def worth(self) -> list[list[float]]:
-        """Return the worth of a block by class and bin of ages, in expected hits per epoch (the Gittins index).
+        """Return the worth of a block as [class][bin of ages], in expected hits per epoch (the Gittins index).
 
         The expectation assumes that the block is evicted at the age that makes the rate largest.
         """

@@ -20,10 +20,10 @@ class Hint:
     """An expectation about the first tokens of a context."""
 
     tokens: int
-    """The hint is about the blocks of the context's first `tokens` tokens."""
+    """Number of tokens at the front of the context whose blocks the hint is about."""
     seconds: float
     """Time within which these blocks are expected to be requested again."""
     source: bytes = b""
-    """Name of the party that gives the hint and of its reason. Hints of a source count more if its hints often come
-    true.
+    """Name of the client or gateway that gives the hint, with its reason for the hint. Hints of a source count more if
+    its hints often come true.
     """

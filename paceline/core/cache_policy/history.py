@@ -10,7 +10,7 @@ from paceline.core.cache_policy.hazard import BINS, HORIZON, Hazards, bin_of
 from paceline.core.cache_policy.ranking import Block, Name
 
 LEVELS = 2
-"""Levels of belief in a source: 0 if its hints rarely come true."""
+"""Number of levels of belief in a source. Level 0 is for sources whose hints rarely come true."""
 
 _SHARES = (0.2,)
 """Shares of hints that came true at which a higher level begins."""
@@ -19,13 +19,15 @@ _PRIOR = 16.0
 _WEIGHT = 4096.0
 """When the counts of a source reach this sum, they are halved, so that newer hints weigh more."""
 _SOURCES = 1024
-"""Largest number of sources to remember. The one that has been silent longest is forgotten first, and counts as new."""
+"""Largest number of sources to remember. The source without hints for the longest time is forgotten first, and later
+counts as new.
+"""
 
 REMEMBERED = 1 << 16
 """Least number of block uses to remember. A small cache must also learn how long blocks wait that it cannot keep."""
 _RANK_EPOCHS = 8
 _FIRST_RANKS = (1, 2, 4)
-"""The first epochs after which blocks are ranked. They come early because much is learned then."""
+"""The first epochs after which blocks are ranked anew. They come early, because much is learned in early epochs."""
 
 _MOST_USES = 65
 _USES = (0, *(1 + (again - 1).bit_length() for again in range(1, _MOST_USES + 1)))
@@ -43,12 +45,13 @@ _FEW = 2
 continued.
 """
 _BACKGROUND = 3
-"""A block that only one request has used, and this request was less urgent than usual."""
+"""The class of a block that only one request has used, if this request was less urgent than usual."""
 _AGAIN = 3
 """A block that was requested again has class _AGAIN plus its range, which is at least 1."""
 _HINTED = _AGAIN + _RANGES
-"""The first class of blocks with a hint. There is one for each range of times, level of belief in the source, and range
-of uses."""
+"""The first class of blocks with a hint. There is one class for each combination of a range of times, a level of belief
+in the source, and a range of uses.
+"""
 _TIMES = (60.0, 900.0)
 """Seconds of a hint above which another range begins: the next call of an agent, the next turn of a chat, and later."""
 _TRUSTED = 0.125
@@ -74,18 +77,18 @@ class _Record:
 
 
 class Sources:
-    """The record of each source of hints, counted in hinted blocks."""
+    """For each source of hints, the number of hinted blocks, and how many of them were requested again."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
 
     def level(self, source: bytes) -> int:
-        """Return how much to believe a hint of this source."""
+        """Return the level of belief in hints of this source, from 0 to LEVELS - 1; higher is more trusted."""
         record = self._records.get(source, _Record())
         return bisect_right(_SHARES, (record.true + _PRIOR / 2) / (record.all + _PRIOR))
 
     def count(self, source: bytes, came_true: bool) -> None:
-        """Count a hinted block that was requested again, or that was not for a long time."""
+        """Count a hinted block whose hint came true, or lapsed because no request used the block for a long time."""
         record = self._records.setdefault(source, _Record())
         self._records.move_to_end(source)
         record.true += came_true
@@ -106,11 +109,11 @@ class _Memory:
 
     kind: int
     epoch: int
-    """Epoch of the last use."""
+    """Epoch in which the block was last used."""
     again: int = 0
     """Number of requests for the block after the first, whether it was cached or not."""
     goes_on: bool = False
-    """Whether the block was new in a context that continues an earlier one."""
+    """Whether the block was new in a context that continues an earlier context."""
     here: bool = True
     source: bytes | None = None
     """The source of a hint that has neither come true nor lapsed yet; None if there is no such hint."""

@@ -11,7 +11,7 @@ _SPAN_BITS = 5
 
 
 class UseQueue:
-    """Names of blocks, least recently used first. No call takes long, however many names there are.
+    """Names of blocks, least recently used first. The time of a call does not grow with the number of names.
 
     Names can be added in any order, because an old block can become evictable at any time.
     """

@@ -16,10 +16,11 @@ class Place(NamedTuple):
     """The position of a block in its context."""
 
     parent: Name | None = None
-    """The block without which this one cannot be reused. It is never evicted before this one."""
+    """The block before this one, without which this one cannot be reused. The parent is never evicted before this one.
+    """
     end_tokens: int = 0
-    """Tokens of the context up to the end of the block. The more there are, the more it costs to compute the block
-    again.
+    """Number of tokens of the context up to the end of the block. A block with more tokens before it costs more to
+    compute again.
     """
     priority: int = 0
     """Priority of the request; lower is more urgent, as in the API."""
@@ -44,7 +45,7 @@ class Block:
     used: int
     """Time at which the block was last inserted, touched or released, on a clock that counts these events."""
     touches: int = 0
-    """Number of requests that found the block here."""
+    """Number of requests that found the block in this memory."""
     hint: Hint | None = None
     """The newest hint about the block's next use; None if there was none since its last use."""
     evictable: bool = False
@@ -68,7 +69,9 @@ class BlockRanking(ABC):
 
     @abstractmethod
     def choose(self) -> Name:
-        """Return the offered block to evict next. At least one is on offer. A call of `withdraw` follows."""
+        """Return the name of the offered block to evict next. At least one block is on offer. A call of `withdraw`
+        follows.
+        """
 
     @abstractmethod
     def offer(self, block: Block) -> None:
@@ -81,7 +84,7 @@ class BlockRanking(ABC):
         """
 
     def inserted(self, block: Block) -> None:  # noqa: B027 (most rankings need not know)
-        """Note that a block is new. It is in use."""
+        """Note that a block was inserted. It is in use until `released` is called."""
 
     def touched(self, block: Block) -> None:  # noqa: B027
         """Note that a request has found a block. The block is not on offer during this call."""
@@ -90,11 +93,11 @@ class BlockRanking(ABC):
         """Note that `block.hint` is new. The block is not on offer during this call."""
 
     def released(self, block: Block) -> None:  # noqa: B027
-        """Note that no request uses a block any more. It has not been offered yet."""
+        """Note that no request uses a block any more. The block is not on offer during this call."""
 
     def gone(self, block: Block, evicted: bool) -> None:  # noqa: B027
-        """Note that a block is not here any more.
+        """Note that a block has left the memory.
 
         Args:
-            evicted: whether it was removed because room was needed.
+            evicted: whether the block was removed because room was needed.
         """

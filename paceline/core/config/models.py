@@ -56,9 +56,9 @@ def own_options(service: type[GatewayConfig] | type[ServeConfig]) -> list[str]:
 def model_configs(config: Config) -> list[Config]:
     """Return one config for each model: the options of `config`, overridden by those of the model's table.
 
-    Without --models-file there is one model, whose config is `config`. With it, `model` of `config` is ignored, because
-    it is meant for other services that share a TOML file with this one. If the table of a gateway's model names no
-    cluster, this is the cluster of `config`, a hyphen, and the model's name.
+    Without --models-file there is one model, whose config is `config`. With --models-file, `model` of `config` is
+    ignored, because it is meant for other services that share a TOML file with this one. If the table of a gateway's
+    model names no cluster, its cluster's name is made of the cluster of `config`, a hyphen, and the model's name.
 
     Raises ConfigError if the file cannot be read or is not valid.
     """

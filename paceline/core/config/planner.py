@@ -1,4 +1,4 @@
-"""Options of the planner's service, and those of its decisions, which `paceline serve --planner` has, too."""
+"""Options of the planner's service, and options of its decisions, which `paceline serve --planner` also has."""
 
 from __future__ import annotations
 

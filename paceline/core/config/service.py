@@ -13,7 +13,7 @@ from paceline.core.telemetry import LogFormat
 GIB = 1 << 30
 
 KV_TOKENS = 24 * 1024
-"""Tokens for which KV memory of the size "auto" has room."""
+"""Number of tokens for which KV memory of the size "auto" has room."""
 
 Quantization = Literal["auto", "none", "int8", "gguf"]
 """Format of a model's matrices in memory, as the user chooses it."""
@@ -133,7 +133,7 @@ class _Compute(Protocol):
 
 
 def has_pools(config: _Compute) -> bool:
-    """Return whether each worker computes in its own pool, rather than in the arena."""
+    """Return whether each worker computes with KV blocks in a pool of its own, rather than in the host's arena."""
     return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
 
 

@@ -8,11 +8,11 @@ from paceline.core.json_grammar.facts import item_schemas, least_and_most, prefi
 from paceline.core.json_grammar.rules import Element, Repeat
 
 _MAX_COUNT = 50
-"""Largest `minContains` that is enforced."""
+"""Largest value of `minContains` that is enforced."""
 
 
 def array_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
-    """Return alternatives for the arrays that fit facts."""
+    """Return the alternatives of a rule for the arrays that fit the schemas in `facts`."""
     low, high = least_and_most(facts, "Items", builder.conjunctions)
     if high is not None and low > high:
         builder.impossible(f"minItems ({low}) is greater than maxItems ({high})")

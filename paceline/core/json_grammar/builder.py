@@ -1,4 +1,4 @@
-"""The common part of the builders of all kinds of values."""
+"""The base class of the builders, which write rules for all kinds of values, and the state that they share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from paceline.core.json_grammar.rules import IMPOSSIBLE, Element, Impossible, Re
 from paceline.core.json_grammar.strings import Quoting
 
 _MOST_SPELLED = 2_000
-"""Largest number of characters of given texts that are written with all their spellings. Each takes up to 30 characters
-in the grammar."""
+"""Largest number of characters of given texts that are written with all their spellings. Each character takes up to 30
+characters in the grammar.
+"""
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Work:
     reasons: list[str] = field(default_factory=list)
     """Sentences that say why parts of the schema are impossible."""
     spelled: int = 0
-    """Characters of given texts that have all their spellings in the grammar."""
+    """Number of characters of given texts that are in the grammar with all their spellings so far."""
     steps: dict[Fraction, float | None] = field(default_factory=dict)
-    """The spelling of a `multipleOf` with decimals that the library reads; None if there is none."""
+    """For each `multipleOf` with decimals, the float that makes the library read it; None if no float does."""
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Scalars:
     plain: dict[str, None] = field(default_factory=dict)
     """Expressions of terminals for values without quotes."""
     texts: dict[Quoting, dict[str, None]] = field(default_factory=dict)
-    """Expressions of terminals for texts."""
+    """Expressions of terminals for texts, by the way in which the texts are quoted."""
     rules: list[Rule] = field(default_factory=list)
 
     def add_text(self, quoting: Quoting, expression: str) -> None:
@@ -52,7 +53,7 @@ class Scalars:
 
 
 class Builder(ABC):
-    """Rules under construction for the values of one notation."""
+    """Writes rules for the values of one notation."""
 
     def __init__(self, work: Work, notation: Notation) -> None:
         self.notation = notation
@@ -66,15 +67,15 @@ class Builder(ABC):
     @property
     @abstractmethod
     def inside(self) -> Builder:
-        """The builder of arrays and objects."""
+        """The builder of arrays and objects, and of the values inside them."""
 
     @abstractmethod
     def value(self, schemas: Sequence[Any]) -> Element:
-        """Return an element for the values that fit all schemas."""
+        """Return an element that matches the values that fit all of these schemas."""
 
     @abstractmethod
     def of_member(self, name: str | None) -> Builder:
-        """Return the builder of the values of an object's member.
+        """Return the builder for the value of an object's member.
 
         Args:
             name: the member's name; None for all names that are not listed.
@@ -86,17 +87,21 @@ class Builder(ABC):
         return IMPOSSIBLE
 
     def miss(self, facts: Facts, keyword: str, name: str = "") -> None:
-        """Note that a keyword is not enforced. It is listed as `name` if that is given."""
+        """Note that a keyword is not enforced.
+
+        Args:
+            name: name under which the keyword is listed; "" for the keyword itself.
+        """
         for schema in facts:
             if keyword in schema:
                 self.conjunctions.miss(schema, name or keyword)
 
     def types(self, facts: Facts) -> frozenset[str]:
-        """Return the types that facts allow."""
+        """Return the JSON types that the schemas in `facts` allow."""
         return types_of(facts, self.conjunctions, by_keywords=self.closes)
 
     def any(self) -> Rule:
-        """Return a rule for every value."""
+        """Return a rule that matches every value of the notation."""
         if self._anything is None:
             notation = self.notation
             self._anything = self.rules.new()
@@ -117,9 +122,9 @@ class Builder(ABC):
         return self._anything
 
     def ways_of(self, scalars: Scalars) -> list[Sequence[Element]]:
-        """Return the ways to write one of these scalars, as few terminals as possible.
+        """Return alternatives that together match any of these scalars, with as few terminals as possible.
 
-        A lexer takes the longest text that a terminal matches, so one of several terminals could hide another.
+        A lexer takes the longest text that any terminal matches, so one of several terminals could hide another one.
         """
         ways: list[Sequence[Element]] = [[rule, *self.end()] for rule in scalars.rules]
         merged = list(scalars.plain)
@@ -136,11 +141,11 @@ class Builder(ABC):
         return ways
 
     def end(self) -> list[Element]:
-        """Return elements for the text that must follow each value."""
+        """Return elements for the text that must follow each value; an empty list if nothing must follow."""
         return [self.rules.terminal(f"/{self.notation.end}/")] if self.notation.end else []
 
     def constant(self, value: Any) -> Element:
-        """Return an element for exactly this value."""
+        """Return an element that matches exactly this value."""
         if not isinstance(value, list | dict):
             scalars = Scalars()
             self.add_constant(scalars, value)
@@ -171,7 +176,7 @@ class Builder(ABC):
             scalars.plain[self.notation.words[value] if is_word else json.dumps(json.dumps(value))] = None
 
     def name(self, name: str) -> Element:
-        """Return an element for a member's name; an impossible one if the notation cannot write it."""
+        """Return an element for a member's name; an impossible element if the notation cannot write the name."""
         scalars = Scalars()
         for quoting in self._able(self.notation.names, name)[:1]:
             scalars.add_text(quoting, self._given(quoting, name))
@@ -188,7 +193,7 @@ class Builder(ABC):
         return found or ([self.notation.fallback] if self.notation.fallback else [])
 
     def one_of(self, scalars: Scalars) -> Element:
-        """Return an element that matches any of these scalars; one that matches nothing if there are none."""
+        """Return an element that matches any of these scalars; without scalars, the element matches nothing."""
         ways = self.ways_of(scalars)
         if len(ways) == 1 and len(ways[0]) == 1:
             return ways[0][0]
@@ -201,5 +206,5 @@ class Builder(ABC):
         return Repeat((*elements, more), int(low > 0), 1 if high != 0 else 0)
 
     def list_of(self, elements: tuple[Element, ...], low: int, high: int | None) -> list[Element]:
-        """Return elements for an array."""
+        """Return elements for an array that has `elements` inside, `low` to `high` times with commas between them."""
         return [self.notation.opening_list, self.several(elements, low, high), self.notation.closing_list]

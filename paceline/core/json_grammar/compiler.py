@@ -1,4 +1,4 @@
-"""Grammars of the texts in JSON, or in another notation, that fit a schema.
+"""The compiler from a schema to a grammar of the texts that fit the schema, in JSON or in another notation.
 
 A rule stands for a conjunction of schemas, which may refer to themselves. Conjunctions wait in a list until their rules
 are written, so that a deep schema needs no deep stack.

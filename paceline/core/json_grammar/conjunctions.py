@@ -21,7 +21,7 @@ Facts = tuple[Mapping[str, Any], ...]
 """Schemas without combining keywords. A value must fit all of them."""
 
 EXCLUDED = "\0excluded"
-"""A keyword of our own: values that are not allowed."""
+"""A keyword that only this package uses: a list of values that are not allowed."""
 EXCLUDED_TYPES = "\0excluded types"
 
 _ASSERTIONS = frozenset(
@@ -60,11 +60,11 @@ _ASSERTIONS = frozenset(
 ) | {EXCLUDED, EXCLUDED_TYPES}
 
 _MAX_STEPS = 200_000
-"""Largest number of steps of work for one schema, each of some microseconds."""
+"""Largest number of steps of work for one schema. A step takes some microseconds."""
 _MATCHER_STEPS, _MATCHER_CHARACTERS = 300, 25
-"""Steps to compile a pattern, and its characters for each further step."""
+"""Price of compiling a pattern, in steps, and the pattern's characters that cost one step more."""
 _MATCH_STEPS, _MATCH_CHARACTERS = 20, 8
-"""Steps to compare a text with a pattern, and the text's characters for each further step."""
+"""Price of comparing a text with a pattern, in steps, and the text's characters that cost a step more."""
 _MAX_WAYS = 1_000
 _MOST_MISSED = 50
 """Largest number of places of one keyword that are listed as not enforced."""
@@ -103,7 +103,7 @@ class Conjunctions:
     """Resolves the schemas of a document.
 
     Args:
-        is_lenient: treat a keyword with a value that it cannot have as not enforced; otherwise it is an error.
+        is_lenient: treat a keyword with an impossible value as not enforced; otherwise such a keyword is an error.
     """
 
     def __init__(self, document: SchemaDocument, is_lenient: bool) -> None:
@@ -133,7 +133,7 @@ class Conjunctions:
         return matches(self._matchers[terminal], text)
 
     def scalars_of(self, values: list[Any]) -> frozenset[tuple[bool, Any]]:
-        """Return the keys of the scalars in a list that does not change, see `key_of`."""
+        """Return the keys (`key_of`) of the scalars in a list. Results are cached, so the list must never change."""
         if id(values) not in self._scalars:
             self.spend(len(values) // 8)
             keys = frozenset(key_of(each) for each in values if not isinstance(each, list | dict))
@@ -141,7 +141,7 @@ class Conjunctions:
         return self._scalars[id(values)][1]
 
     def miss(self, schema: object, keyword: str) -> None:
-        """Note a keyword that is not enforced."""
+        """Note that a keyword of a schema is not enforced, for the list of such keywords."""
         if self._missed[keyword] >= _MOST_MISSED:
             return
         path = self.document.path(schema)
@@ -151,14 +151,14 @@ class Conjunctions:
             self.unenforced[missed] = None
 
     def refuse(self, schema: object, keyword: str, reason: str) -> None:
-        """Raise ConstraintError for a keyword that cannot be read, or note it."""
+        """Raise ConstraintError for a keyword that cannot be read, or only note it if `is_lenient`."""
         if not self._is_lenient:
             path = self.document.path(schema)
             raise ConstraintError(f"{path}.{keyword}: {reason}" if path else f"{keyword}: {reason}")
         self.miss(schema, keyword)
 
     def alternatives(self, parts: Iterable[Any]) -> list[Facts]:
-        """Return the ways to fit all of several schemas; none if no value does."""
+        """Return the ways to fit all of several schemas; an empty list if no value fits all of them."""
         found: list[Facts] = []
         left: list[tuple[list[Any], Facts, frozenset[int]]] = [(list(parts)[::-1], (), frozenset())]
         while left:

@@ -8,7 +8,8 @@ from urllib.parse import unquote, urljoin
 from paceline.core.errors import ConstraintError
 
 _PATH_CHARACTERS = 300
-"""Largest number of characters of a path. Each message and each listed keyword has one, and names may be long."""
+"""Largest number of characters of a path. Each message and each listed keyword contains a path, and names may be long.
+"""
 
 
 class SchemaDocument:

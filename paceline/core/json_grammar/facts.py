@@ -25,10 +25,10 @@ _KIND_OF_KEYWORD = {keyword: kind for kind, keywords in _KINDS.items() for keywo
 
 
 def types_of(facts: Facts, conjunctions: Conjunctions, *, by_keywords: bool) -> frozenset[str]:
-    """Return the types that facts allow. "number" stands for all numbers, "integer" for numbers without a fraction.
+    """Return the JSON types that `facts` allow. "number" means all numbers, "integer" numbers without a fraction.
 
     Args:
-        by_keywords: if no type is given, keywords such as `properties` imply one.
+        by_keywords: if the schemas name no type, derive the types from keywords such as `properties`.
     """
     allowed = TYPES
     for schema in facts:
@@ -57,7 +57,7 @@ def _types(schema: Mapping[str, Any], conjunctions: Conjunctions) -> frozenset[s
 
 
 def values_of(facts: Facts) -> list[Any] | None:
-    """Return the values that `enum` or `const` lists; None if there is neither."""
+    """Return the values that `enum` or `const` lists; None if no schema has one of these keywords."""
     for schema in facts:
         if "const" in schema:
             return [schema["const"]]
@@ -67,7 +67,7 @@ def values_of(facts: Facts) -> list[Any] | None:
 
 
 def value_of(schema: Mapping[str, Any], keyword: str, conjunctions: Conjunctions) -> int | float | None:
-    """Return a keyword's number; None if it is not there."""
+    """Return the number that a schema has for a keyword; None if the schema does not have the keyword."""
     value = schema.get(keyword)
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
@@ -77,7 +77,11 @@ def value_of(schema: Mapping[str, Any], keyword: str, conjunctions: Conjunctions
 
 
 def least_and_most(facts: Facts, what: str, conjunctions: Conjunctions) -> tuple[int, int | None]:
-    """Return the limits of a count, such as of `Items` or `Length`."""
+    """Return the least and the largest count that all schemas allow; None for the largest count if there is no limit.
+
+    Args:
+        what: the keywords' common part, such as "Items" for `minItems` and `maxItems`.
+    """
     counts: dict[str, list[int]] = {"min": [], "max": []}
     for side, found in counts.items():
         for schema in facts:
@@ -92,7 +96,7 @@ def least_and_most(facts: Facts, what: str, conjunctions: Conjunctions) -> tuple
 
 
 def bounds(facts: Facts, conjunctions: Conjunctions) -> tuple[Bound | None, Bound | None]:
-    """Return the bounds of a number."""
+    """Return the strictest lower and upper bounds of a number; None for a bound that no schema gives."""
     lows: list[Bound] = []
     highs: list[Bound] = []
     for schema in facts:
@@ -114,7 +118,7 @@ def bounds(facts: Facts, conjunctions: Conjunctions) -> tuple[Bound | None, Boun
 
 
 def steps(facts: Facts, conjunctions: Conjunctions) -> list[tuple[Mapping[str, Any], Fraction]]:
-    """Return the numbers of which a number must be a multiple, with their schemas."""
+    """Return each `multipleOf` that a number must obey, with the schema that has it."""
     found = []
     for schema in facts:
         value = value_of(schema, "multipleOf", conjunctions)
@@ -124,7 +128,9 @@ def steps(facts: Facts, conjunctions: Conjunctions) -> list[tuple[Mapping[str, A
 
 
 def patterns_of(facts: Facts, conjunctions: Conjunctions, quoting: Quoting = IN_JSON) -> list[tuple[str, bool]]:
-    """Return terminals for texts from patterns and formats, each with whether a text must match it or must not."""
+    """Return (terminal, is_wanted) for each pattern and format of texts. A text must match the terminal if `is_wanted`,
+    and must not match it otherwise.
+    """
     found: list[tuple[str, bool]] = []
     for schema in facts:
         if "pattern" in schema:
@@ -146,8 +152,8 @@ def pattern_terminals(
     *,
     every_way: bool = False,
 ) -> list[tuple[str, bool]]:
-    """Return terminals for a pattern, each with whether a text must match it or must not; none if it cannot be
-    enforced.
+    """Return (terminal, is_wanted) for each part of a pattern; an empty list if the pattern cannot be enforced. A text
+    must match the terminal if `is_wanted`, and must not match it otherwise.
     """
     try:
         if not isinstance(pattern, str):
@@ -170,7 +176,7 @@ def fits_patterns(text: str, terminals: Iterable[tuple[str, bool]], conjunctions
 
 
 def prefix_length(facts: Facts) -> int:
-    """Return the number of first items of an array that have schemas of their own."""
+    """Return the number of items at the beginning of an array that have schemas of their own (`prefixItems`)."""
     return max((len(_prefix(schema)) for schema in facts), default=0)
 
 
@@ -178,7 +184,7 @@ def item_schemas(facts: Facts, index: int | None) -> list[Any]:
     """Return the schemas for an item of an array.
 
     Args:
-        index: the item's index; None for all items after the ones that have schemas of their own.
+        index: the item's index; None for the items after those with schemas of their own.
     """
     found: list[Any] = []
     is_evaluated = False

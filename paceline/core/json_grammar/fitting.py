@@ -1,4 +1,4 @@
-"""Whether a given value fits a schema."""
+"""Tests of whether a given value fits a schema."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from paceline.core.json_grammar.numbers import fraction
 
 
 def fits(value: Any, parts: Iterable[Any], conjunctions: Conjunctions) -> bool:
-    """Return whether a value fits all of several schemas, as far as they are enforced."""
+    """Return whether a value fits all of these schemas. Keywords that are not enforced are ignored."""
     return any(fits_facts(value, facts, conjunctions) for facts in conjunctions.alternatives(parts))
 
 
 def fits_facts(value: Any, facts: Facts, conjunctions: Conjunctions) -> bool:
-    """Return whether a value fits facts, as far as they are enforced."""
+    """Return whether a value fits all schemas in `facts`. Keywords that are not enforced are ignored."""
     conjunctions.spend(1 + len(facts))
     types = types_of(facts, conjunctions, by_keywords=False)
     for schema in facts:
@@ -104,7 +104,7 @@ def _has_equal(items: list[Any]) -> bool:
 
 
 def are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are the same in JSON, in which true is not 1."""
+    """Return whether two values are equal in JSON. Unlike in Python, true does not equal 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):

@@ -1,6 +1,6 @@
-"""Formats of strings that are enforced, as patterns: those of JSON Schema that are simple, and some of pydantic's own.
+"""Formats of strings that are enforced, as patterns: the simple formats of JSON Schema, and some formats of pydantic.
 
-As in the specification, all other formats are annotations.
+All other formats are annotations, which are not enforced, as in the specification.
 """
 
 from __future__ import annotations
@@ -55,4 +55,4 @@ FORMATS = {
         "uri": _URI,
     }.items()
 }
-"""Patterns by names of formats."""
+"""For each format that is enforced, the pattern that its texts match."""

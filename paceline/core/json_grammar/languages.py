@@ -31,7 +31,7 @@ def matcher_of(terminal: str) -> LLMatcher:
 
 @functools.lru_cache(maxsize=64)
 def is_possible(terminal: str) -> bool:
-    """Return whether some text matches a terminal, which does not match the empty text. Raises ConstraintError."""
+    """Return whether any text matches a terminal, which must not match the empty text. Raises ConstraintError."""
     matcher = matcher_of(terminal)
     matcher.compute_bitmask()
     if not matcher.is_error():
@@ -42,9 +42,9 @@ def is_possible(terminal: str) -> bool:
 
 
 def matches(matcher: LLMatcher, text: str) -> bool:
-    """Return whether a text matches the terminal of a matcher, which stays at its beginning.
+    """Return whether a text matches the terminal of a matcher. The matcher is unchanged afterwards.
 
-    Raises ConstraintError if the text is too long or it takes too long.
+    Raises ConstraintError if the text is too long or the match takes too long.
     """
     tokens = list(text.encode())
     if len(tokens) > _MOST_BYTES:

@@ -9,14 +9,14 @@ from paceline.core.json_grammar.conjunctions import Conjunctions, Facts
 from paceline.core.json_grammar.facts import fits_patterns, pattern_terminals
 
 _MEMBER_STEPS = 3
-"""Steps of `Conjunctions.spend` for a member of an object."""
+"""Price of each member of an object for `Conjunctions.spend`, in steps."""
 
 
 class ObjectMembers:
     """The schemas that govern the members of an object.
 
     Args:
-        closes: an object has only the members that its schemas name, unless they have rules for other members.
+        closes: an object has only the members that its schemas name, unless the schemas have rules for other members.
     """
 
     def __init__(self, facts: Facts, conjunctions: Conjunctions, *, closes: bool) -> None:
@@ -28,7 +28,7 @@ class ObjectMembers:
         self._required = frozenset(self.required)
         self.names = list(dict.fromkeys([*(name for each in self._properties for name in each), *self.required]))
         self.patterns: dict[str, list[tuple[str, bool]]] = {}
-        """The terminals of each pattern for names."""
+        """For each pattern of names, its terminals."""
         for schema, allowed in zip(facts, self._patterns):
             for pattern in allowed:
                 self.patterns[pattern] = pattern_terminals(schema, "patternProperties", pattern, conjunctions)

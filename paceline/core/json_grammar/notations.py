@@ -1,6 +1,6 @@
-"""The notations in which values are written: JSON, and those that models have for the arguments of calls.
+"""The notations in which values are written: JSON, and the notations in which models write arguments of calls.
 
-The options of a schema name the notation of its grammar; see `notation_of`. The forms in
+The options of a schema name the notation of its grammar (`notation_of`). The forms in
 `services/gateway/planning/answers/forms` read what these grammars allow.
 """
 
@@ -25,11 +25,11 @@ class Notation:
     quotings: tuple[Quoting, ...] = (IN_JSON,)
     """Ways to write a text."""
     names: tuple[Quoting, ...] = (IN_JSON,)
-    """Ways to write the name of a member. A given name is written in the first of them that can write it."""
+    """Ways to write the name of a member. A given name is written in the first of these ways that can write it."""
     fallback: Quoting | None = IN_JSON
-    """Spelling of a given text or name if no other spelling can write it; None if there is no further one."""
+    """Way to write a given text or name that none of the other ways can write; None if there is no such way."""
     any_value: str = ""
-    """An expression for every value, if all values are read from their text; otherwise ""."""
+    """An expression that matches every value, if each value is read from its text; otherwise ""."""
     words: Mapping[object, str] = field(default_factory=lambda: {True: '"true"', False: '"false"', None: '"null"'})
     opening: str = '"{"'
     closing: str = '"}"'
@@ -42,9 +42,9 @@ class Notation:
     hides_rules: bool = False
     """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
     types: frozenset[str] = frozenset()
-    """Types that a value may have if its text does not show its type; empty if it may have any."""
+    """Types that a value may have if its text does not show its type; empty if any type is possible."""
     inside: Notation | None = None
-    """The notation of values inside arrays and objects; None if it is the same."""
+    """The notation of values inside arrays and objects; None if they have the same notation."""
     of_member: Callable[[frozenset[str]], Notation] | None = None
     """Function of a notation of arguments: takes the types of an argument and returns the argument's notation."""
 
@@ -155,9 +155,9 @@ _READ_AS_JSON = {
     "integer": r"-?(0|[1-9][0-9]*)",
     "number": r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?",
 }
-"""Texts that are read as JSON of a type."""
+"""For each type, an expression for the texts that are read as JSON of this type."""
 _OPENING = {"array": r"\[", "object": r"\{"}
-"""Beginnings of texts that may be read as JSON of a type."""
+"""For each type, an expression for the beginning of texts that may be read as JSON of this type."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,11 +206,15 @@ _PARAMETERS = Notation(
 
 _TOKEN = re.compile(r"<\[[0-9]+\]>|")
 _MARK = re.compile(r"(?s:.{2,16})")
-"""A mark before and after texts. Clients may name it, and a long one would take the library long."""
+"""The form of a mark before and after texts. Clients may choose the mark, and the library takes long for a long mark.
+"""
 
 
 def notation_of(given: object) -> Notation:
-    """Return the notation that options name: a list of its name and its arguments; none for JSON.
+    """Return the notation that a schema's options name.
+
+    Args:
+        given: a list of the notation's name and its arguments; None for JSON.
 
     Raises:
         ConstraintError: there is no such notation.

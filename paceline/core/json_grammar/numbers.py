@@ -1,9 +1,9 @@
 """Numbers of JSON within bounds, as terminals of grammars. Every number ends: its digits are limited.
 
 Twenty digits before and after the point are enough for all 64-bit integers and for every digit of a double. A number
-within bounds may have an exponent if one digit that is not 0 is before its point, as all encoders of JSON write it.
-Numbers with a large exponent must be written in this form. They stay about within the range of a double, because
-readers turn larger numbers into infinity.
+within bounds may have an exponent if exactly one digit is before its point and this digit is not 0. All encoders of
+JSON write exponents in this form. Numbers with a large exponent must be written in this form. They stay about within
+the range of a double, because readers turn larger numbers into infinity.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _DECIMAL = rf"{INTEGER}{_FRACTION}([eE]([+-]?[0-9]{{1,2}}|-[0-9]{{3}}))?"
 _SCIENTIFIC = rf"[1-9]{_FRACTION}[eE][+-]?[0-9]{{1,3}}"
 
 Bound = tuple[Fraction, bool]
-"""A bound, and whether the bound itself is outside."""
+"""A bound, and True if the bound itself is not allowed."""
 
 _TOO_LARGE: Bound = (Fraction(18 * 10**307), True)
-"""The largest double is 1.797e308."""
+"""The upper bound of numbers with an exponent if a schema gives none. The largest double is 1.797e308."""
 
 
 def fraction(value: float | int) -> Fraction:
@@ -32,7 +32,7 @@ def fraction(value: float | int) -> Fraction:
 
 
 def number(low: Bound | None, high: Bound | None, *, is_integer: bool, excluded: Sequence[Fraction] = ()) -> str | None:
-    """Return a terminal for the numbers within bounds; None if the bounds leave none."""
+    """Return a terminal for the numbers within bounds; None if no number is within them."""
     if is_integer:
         low = low and _whole(low, up=True)
         high = high and _whole(high, up=False)
@@ -103,7 +103,7 @@ def _exponents(value: int, *, above: bool) -> str:
 
 
 def has_multiple(low: Bound | None, high: Bound | None, step: Fraction) -> bool:
-    """Return whether a multiple of a number is within bounds."""
+    """Return whether any multiple of `step` is within the bounds."""
     if low is None or high is None:
         return True
     first = -(-low[0] // step) * step
@@ -204,4 +204,4 @@ def _spellings(value: Fraction) -> str:
 
 
 NUMBER = f"/{_DECIMAL}/ | ({_scientific(None, None)})"
-"""A terminal for all numbers."""
+"""A terminal that matches every number of JSON."""

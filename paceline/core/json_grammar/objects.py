@@ -22,7 +22,7 @@ _MAX_COUNTED = 200
 _MAX_COUNT = 50
 """Largest limit on the number of properties that is enforced by counting."""
 _OVERLAPPING = 3
-"""Largest number of patterns for names that may overlap: each set of them is a case of its own."""
+"""Largest number of name patterns that may overlap, because each subset of them is a case of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class _Tail:
 
 
 def object_ways(builder: Builder, facts: Facts) -> list[list[Element]]:
-    """Return alternatives for the objects that fit facts."""
+    """Return the alternatives of a rule for the objects that fit the schemas in `facts`."""
     members = ObjectMembers(facts, builder.conjunctions, closes=builder.closes)
     low, high = least_and_most(facts, "Properties", builder.conjunctions)
     if high is not None and low > high:

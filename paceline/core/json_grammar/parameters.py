@@ -1,4 +1,6 @@
-"""Reading of arguments whose text does not show their type, as in calls of Qwen3-Coder: by their schemas."""
+"""Reading of arguments by their schemas, for notations in which the text does not show the type, as in calls of
+Qwen3-Coder.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,17 @@ from paceline.core.json_grammar.facts import types_of, values_of
 from paceline.core.json_grammar.members import ObjectMembers
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-"""Python's words and JSON's."""
+"""JSON's words for Python's words that models write."""
 _SPACE = " \n\r\t"
 _UNREADABLE = (ConstraintError, ValueError, RecursionError)
 """Errors after which a schema is not enforced."""
 
 
 class ArgumentTypes:
-    """The types that a tool's schema allows for each argument; none if the schema cannot be read.
+    """The types that a tool's schema allows for each argument; no types if the schema cannot be read.
 
     Args:
-        schema: of the arguments, an object.
+        schema: the schema of the object that has all arguments as members.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -40,9 +42,10 @@ class ArgumentTypes:
             self._known[name] = self._of(name)
 
     def of(self, name: str | None) -> frozenset[str]:
-        """Return the types of an argument, or of all arguments that are not listed; none if they are not known.
+        """Return the types of an argument; an empty set if they are unknown. The name None means all arguments that the
+        schema does not list.
 
-        "number" stands for integers, too.
+        "number" includes integers.
         """
         return self._known[name if name in self._known else None]
 
@@ -79,7 +82,7 @@ ANY_TYPES = ArgumentTypes({})
 
 
 def argument_types(schema: Any) -> ArgumentTypes:
-    """Return the types of a tool's arguments. They are cached, because clients send the same tools again and again."""
+    """Return the types of a tool's arguments. Results are cached, because clients send the same tools often."""
     try:
         return _types_in(json.dumps(schema))
     except _UNREADABLE:
@@ -97,7 +100,9 @@ def is_text(text: str, types: frozenset[str]) -> bool:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """Return an argument as JSON of one of these types. Without types, it is JSON if it can be read so."""
+    """Return an argument as JSON of one of these types. Without types, text that is JSON is kept as JSON, and other
+    text becomes a string.
+    """
     found = _as_json(text, types)
     return json.dumps(text, ensure_ascii=False) if found is None else found
 

@@ -11,7 +11,7 @@ from paceline.core.json_grammar.ranges import ALL, Ranges, complement, intersect
 from paceline.core.json_grammar.strings import Escaping, character_set
 
 _MAX_CHARACTERS = 500_000
-"""Largest number of characters of a translation. A set of two characters such as \\W becomes hundreds of them."""
+"""Largest number of characters of a translated pattern. The two characters \\W alone become hundreds of characters."""
 _DIGITS: Ranges = ((0x30, 0x39),)
 _WORDS: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _SPACES: Ranges = ((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029))
@@ -35,7 +35,7 @@ class CharacterReader:
     """Reads the characters of a pattern from left to right.
 
     Args:
-        every_way: allow an escape for every character.
+        every_way: also match texts in which characters are escaped that need no escape.
         escaping: how the characters of matching texts are written.
     """
 

@@ -1,7 +1,7 @@
 """Regular expressions of schemas, translated so that they match texts as JSON or another notation spells them.
 
-The syntax is what ECMA-262, Python and Rust have in common. `\\d` and `\\w` mean ASCII. Look-ahead works at the
-beginning of the whole expression, as in `^(?!.*secret)(?=.*[0-9])`.
+The syntax is the common part of the syntaxes of ECMA-262, Python and Rust. `\\d` and `\\w` mean ASCII. Look-ahead works
+at the beginning of the whole expression, as in `^(?!.*secret)(?=.*[0-9])`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def translated(pattern: str, every_way: bool = False, escaping: Escaping = JSON)
     """Return a schema's pattern, which may match anywhere within a text.
 
     Args:
-        every_way: allow an escape for every character.
+        every_way: also match texts in which characters are escaped that need no escape.
         escaping: how the characters of the texts are written.
 
     Raises:
         PatternError: the pattern cannot be read.
         UnsupportedPatternError: the pattern cannot be enforced.
-        ConstraintError: it is too large.
+        ConstraintError: the translated pattern is too large.
     """
     reader = _Reader(pattern, every_way, escaping)
     ways = reader.ways()
@@ -65,10 +65,10 @@ class _Way:
 
     text: str
     starts: bool
-    """Whether it begins at the start of the text."""
+    """Whether this alternative matches only from the start of the text."""
     ends: bool
     looks: list[tuple[str, bool]] = field(default_factory=list)
-    """The expressions of its look-aheads, which look at the whole text, each with whether it must match or must not."""
+    """The expressions of the look-aheads, each with True if the whole text must match it, or False if it must not."""
 
 
 def _joined(ways: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ def contains(ranges: Ranges, code: int) -> bool:
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in any order as a set."""
+    """Return the set of all characters in these ranges, which may overlap and be in any order."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:

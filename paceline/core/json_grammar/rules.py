@@ -13,8 +13,9 @@ from paceline.core.json_grammar.strings import CHARACTER_RULE
 _MAX_DEPTH = 1_000
 """Largest number of levels of nested rules. The library compiles them recursively, and its stack is limited."""
 _MAX_CHARACTERS = 2_000_000
-"""Largest number of characters of all terminals together. All kept grammars are in memory, and texts grow by
-escapes."""
+"""Largest number of characters of all terminals together. Caches keep grammars in memory, and escapes make texts
+longer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Elements several times."""
+    """A repetition of a sequence of elements."""
 
     elements: tuple[Element, ...]
     low: int
@@ -62,7 +63,7 @@ class Rules:
         return rule
 
     def terminal(self, expression: str) -> str:
-        """Return the name of a terminal with this expression. Raises ConstraintError if there are too many."""
+        """Return the name of a terminal with this expression. Raises ConstraintError if all terminals are too large."""
         if expression not in self._terminals:
             self._terminals[expression] = f"T{len(self._terminals)}"
             self._left -= len(expression)

@@ -16,16 +16,18 @@ from paceline.core.json_grammar.numbers import Bound, fraction, has_multiple, nu
 from paceline.core.json_grammar.strings import Quoting
 
 MAX_MULTIPLE = 10_000
-"""Largest `multipleOf` without its point. The library makes a state for each remainder: large primes take minutes."""
+"""Largest `multipleOf`, read without its decimal point. The library makes a state for each remainder, so large primes
+would take minutes.
+"""
 _BOUND = Fraction(10**15)
-"""Numbers with `multipleOf` are at most this."""
+"""Largest absolute value of a number that must be a multiple of a step."""
 _MAX_DECIMALS = 20
 _STEP_STEPS = 500
-"""Steps of `Conjunctions.spend` to ask the library whether it can read a `multipleOf`."""
+"""Price of asking the library whether it can read a `multipleOf`, in steps of `Conjunctions.spend`."""
 
 
 def add_scalars(builder: Builder, facts: Facts, types: frozenset[str], found: Scalars) -> None:
-    """Add the ways to write null, booleans, numbers and texts that fit facts."""
+    """Add to `found` the ways to write the nulls, booleans, numbers and texts that fit the schemas in `facts`."""
     excluded = _excluded(facts)
     if "null" in types and None not in excluded:
         found.plain[builder.notation.words[None]] = None
@@ -130,10 +132,10 @@ def add_texts(
     found: Scalars,
     others: Callable[[Quoting], list[tuple[str, bool]]] = lambda quoting: [],
 ) -> None:
-    """Add terminals for the texts that fit the facts about a value.
+    """Add to `found` terminals for the texts that fit the schemas in `facts`.
 
     Args:
-        others: returns more terminals that a text must match, or must not match.
+        others: returns further terminals for a quoting, each with True if a text must match it, else False.
     """
     low, high = least_and_most(facts, "Length", builder.conjunctions)
     if high is not None and low > high:

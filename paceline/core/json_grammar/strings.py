@@ -1,8 +1,8 @@
 """Texts as regular expressions: JSON strings with every spelling that RFC 8259 allows, and texts of other notations.
 
-Escapes of surrogates come only in pairs, because half a pair is no character. Characters of a text that is given, such
-as a name or a constant, are spelled as encoders of JSON spell them: an escape is possible for a character outside
-ASCII, and for those that some encoders escape. An escape for another character would only lead a model astray.
+Escapes of surrogates come only in pairs, because half a pair is no character. Characters of a given text, such as a
+name or a constant, are spelled as encoders of JSON spell them: characters outside ASCII, and characters that some
+encoders escape, may be escaped. Escapes of other characters would only mislead a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ESCAPED_BY_ENCODERS: Ranges = ((0, 0x1F), (0x22, 0x22), (0x26, 0x27), (0x2F, 0x
 _ESCAPED_BY_ENCODERS += ((0x5C, 0x5C), (0x7F, LAST))
 
 _MANY_RANGES = 64
-"""A set of more ranges than this, such as all letters, is written without escapes, which would fill a page."""
+"""A set of more ranges than this, such as all letters, is written without escapes, because they would fill a page."""
 
 _BMP_ESCAPE = r"[0-9a-ce-fA-CE-F][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
 _PAIR_ESCAPE = r"[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -37,11 +37,11 @@ class Escaping:
     character: str
     """A regular expression for one character in any spelling."""
     raw: Ranges
-    """Characters that may stand for themselves."""
+    """Characters that may be written without an escape."""
     short: Mapping[str, str]
     """Characters with an escape of one letter, and this letter in a regular expression."""
     has_codes: bool
-    """Whether all characters may be written by their code."""
+    """Whether every character may be written as an escape with its code, such as \\u0041."""
 
 
 JSON = Escaping(rf'([^"\\\x00-\x1F]|\\(["\\\/bfnrt]|{_CODE}))', _RAW, _SHORT, has_codes=True)
@@ -53,7 +53,7 @@ IN_SINGLE_QUOTES = Escaping(
 )
 """Escapes as in JSON, for a text between single quotes."""
 PLAIN = Escaping(r"(.|\n)", ALL, {}, has_codes=False)
-"""All characters stand for themselves."""
+"""The spelling without escapes: every character is written as itself."""
 
 CHARACTER_RULE = f"CHARACTER: /{JSON.character}/"
 """A terminal for a character of a JSON string. A grammar with texts of `Quoting.text` must have it."""
@@ -65,38 +65,38 @@ class Quoting:
 
     escaping: Escaping
     before: str = ""
-    """A regular expression for the text's prefix, which is also part of terminals."""
+    """A regular expression for the text's prefix, which terminals include, unlike marks."""
     after: str = ""
     mark: str = ""
-    """A regular expression for the marks before and after the text; see `marked`."""
+    """A regular expression for the marks before and after the text, which only `marked` adds; "" without marks."""
     token: str = ""
     """A token of the vocabulary before and after the text, as an element of a grammar."""
     shapes: tuple[str, ...] = ()
-    """Regular expressions that a text must match."""
+    """Regular expressions all of which a text must match."""
     loose: str = ""
     """A terminal for all texts, if texts without limits have more spellings than texts with limits; "" otherwise."""
     unlike: tuple[str, ...] = ()
-    """Regular expressions that a text may not match."""
+    """Regular expressions none of which a text may match."""
     can_write: Callable[[str], bool] = lambda text: True
-    """Returns whether a text can be written in this way."""
+    """Function that returns whether a text can be written with this quoting."""
 
     def whole(self, inside: str) -> str:
-        """Return a terminal for texts that match a regular expression."""
+        """Return a terminal for texts whose content matches a regular expression."""
         expression = f"{self.before}{inside}{self.after}"
         return f"/{expression}/" if expression else '""'
 
     def length(self, low: int, high: int | None) -> str:
-        """Return a terminal for texts by their number of characters."""
+        """Return a terminal for texts of `low` to `high` characters; None is no limit."""
         times = "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
         character = "CHARACTER" if self.escaping is JSON else f"/{self.escaping.character}/"
         parts = [f"/{self.before}/" if self.before else "", f"{character}{times}" if high != 0 else ""]
         return " ".join(filter(None, [*parts, f"/{self.after}/" if self.after else ""])) or '""'
 
     def text(self, terminals: Iterable[tuple[str, bool]] = (), low: int = 0, high: int | None = None) -> str:
-        """Return an expression of a terminal for texts.
+        """Return the expression of a terminal for texts that meet all of these conditions.
 
         Args:
-            terminals: terminals, each with whether a text must match it or must not.
+            terminals: terminals, each with True if a text must match it, or False if it must not.
             low: the least number of characters.
             high: the largest number of characters; None if there is no limit.
         """
@@ -113,7 +113,8 @@ class Quoting:
         return f"({' & '.join([*wanted, *(f'~{text}' for text, is_wanted in all_ if not is_wanted)])})"
 
     def marked(self, expression: str) -> str:
-        """Return an expression of a terminal with its marks. All other expressions here are without marks.
+        """Return an expression of a terminal with this quoting's marks around it. All other methods return expressions
+        without marks.
 
         Marks are added after intersections, because within one the library would search long for the end of a text.
         """
@@ -123,7 +124,7 @@ class Quoting:
         """Return a regular expression for a given text, without quotes and marks.
 
         Args:
-            every_way: allow an escape for every character, to exclude all spellings of the text.
+            every_way: also match escapes of characters that need no escape, to exclude all spellings.
         """
         return "".join(character_set(((ord(each), ord(each)),), every_way, self.escaping) for each in text)
 
@@ -136,7 +137,9 @@ class Quoting:
         return _briefly(self, text) if briefly else _constant(self, text)
 
     def excluded(self, texts: Iterable[str]) -> tuple[str, bool]:
-        """Return a terminal for all spellings of texts, which a text must not match."""
+        """Return (terminal, False), where the terminal matches all spellings of the given texts, which are not
+        allowed.
+        """
         return self.whole(f"({'|'.join(self.spelled(text, every_way=True) for text in texts)})"), False
 
 
@@ -170,9 +173,10 @@ def quoted(text: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def character_set(ranges: Ranges, every_way: bool = False, escaping: Escaping = JSON) -> str:
-    """Return a regular expression for one character of a set within a text; one that matches nothing if empty.
+    """Return a regular expression for one character of a set within a text. For an empty set, it matches nothing.
 
-    A set that goes beyond ASCII allows every spelling of its members, because it is free text.
+    If the set ends with a range of at least 256 characters, every spelling of its characters matches, because such sets
+    are for free text.
     """
     if intersection(ranges, ALL) == ALL:
         return escaping.character

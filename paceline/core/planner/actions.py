@@ -26,7 +26,7 @@ class Drain:
     role: Role
     count: int
     worker: str
-    """Id of the worker with the least loss; if empty, the platform chooses a worker of the role."""
+    """Id of the worker to drain, the one with the least loss; if empty, the platform chooses a worker of the role."""
     reason: str
     kind: Literal["drain"] = "drain"
 
@@ -59,15 +59,15 @@ class Decision:
     """The actions from one report."""
 
     at: float
-    """Instant of the report."""
+    """Instant of the report, on the clock of `Report.at`, in seconds."""
     expects: str
-    """Revision of the report. If the platform's revision is another one by now, somebody else has acted, and it must do
-    nothing.
+    """Revision of the report. If the platform has another revision by now, somebody else has acted, and the platform
+    must do nothing.
     """
     wanted: Mapping[Role, int]
     """Number of workers of every role after the actions."""
     actions: tuple[Action, ...]
-    """At least one action; Hold is never combined with others. They are carried out together or not at all."""
+    """At least one action; Hold is never combined with others. The platform carries out all actions or none."""
     line: str
     """The whole decision in one line, for logs and people."""
     advisory: bool = False

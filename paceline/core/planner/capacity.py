@@ -1,4 +1,5 @@
-"""The number of workers that a load needs, by learned step times. Every function is pure and grows with the load.
+"""The number of workers that a load needs, by learned step times. Every function is pure, and its result never falls
+when the load grows.
 
 Prefill and encode workers are queues. Their number is the smallest one that keeps the wanted percentile of the time to
 first token (Erlang C, with the correction of Allen and Cunneen for times that are not exponential). Decode workers run
@@ -23,7 +24,7 @@ the fit.
 _FULL = 0.9
 """The planned share of a worker's places and KV memory in use."""
 _MOST = 100_000
-"""Limit of all searches. No fleet has as many workers of one role."""
+"""Largest number of workers that a search tries. No fleet has as many workers of one role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,11 @@ class Places:
 
     max_seqs: float
     kv_tokens: float
-    """Tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
+    """Number of tokens for which the worker has KV memory; 0 if unknown, or if workers share the memory."""
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
-    """Return the number of prefill workers needed for `scale` times this load."""
+    """Return the number of prefill workers needed for `scale` times this load. The number may be a fraction."""
     rates, services, limits = [], [], []
     for each in classes:
         demand = each.demand
@@ -83,8 +84,7 @@ def decode_workers(
     """Return the number of decode workers needed for `scale` times this load.
 
     Args:
-        prompts: step times of prefill workers, if they are known. A request has its place on a decode worker while its
-            prompt is computed.
+        prompts: step times of prefill workers; None if unknown. A request has its place on a decode worker meanwhile.
     """
     active = [each for each in classes if each.demand.work("decode") > 0]
     tokens = scale * math.fsum(each.demand.work("decode") for each in active)
@@ -129,7 +129,7 @@ def sequences_per_worker(latencies: Sequence[Latency], times: FittedStepTimes, p
 
 
 def mean_context(demand: ClassDemand) -> float:
-    """Return the tokens of KV of a running sequence: its prompt and half of its answer."""
+    """Return the average number of tokens of KV of a running sequence: its prompt and half of its answer."""
     answer = demand.answer_tokens.mean * demand.stretch_answers
     return demand.prompt_tokens.mean * demand.stretch_prompts + answer / 2
 
@@ -140,7 +140,7 @@ class _Service:
 
     mean: float
     tail: float
-    """Service time at the percentile of the objective, in seconds."""
+    """Service time of a request at the objective's percentile, in seconds."""
     variability: float
     """(1 + squared coefficient of variation) / 2: 1 for exponential times, 1/2 for constant ones."""
 
@@ -187,7 +187,9 @@ def _queue_workers(
 
 
 def erlang_c(workers: int, busy: float) -> float:
-    """Return the probability that an arrival has to wait if `busy` of `workers` are busy on average."""
+    """Return the probability that an arrival has to wait, by Erlang's formula, if `busy` of `workers` are busy on
+    average.
+    """
     inverse = 1.0  # of Erlang's B, which is stable to compute
     for count in range(1, workers + 1):
         inverse = 1.0 + inverse * count / busy

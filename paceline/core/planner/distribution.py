@@ -32,14 +32,14 @@ class Distribution:
         return made
 
     def add(self, value: float, times: float = 1.0) -> None:
-        """Count a value, which must not be negative, as often as `times` says."""
+        """Count a value `times` times. The value must not be negative."""
         bucket = math.ceil(_PER_DOUBLING * math.log2(value)) if value > 1e-6 else _FIRST
         bucket = min(max(bucket, _FIRST), _LAST)
         self.counts[bucket] = self.counts.get(bucket, 0.0) + times
         self.total += value * times
 
     def merge(self, other: Distribution) -> None:
-        """Count all values of `other`, too."""
+        """Add the counts of all values of `other` to this distribution."""
         for bucket, times in other.counts.items():
             self.counts[bucket] = self.counts.get(bucket, 0.0) + times
         self.total += other.total
@@ -69,7 +69,9 @@ class Distribution:
 
     @property
     def mean(self) -> float:
-        """The mean, from which sums of work are computed; 0 if there are no values. Objectives use percentiles."""
+        """The exact mean of the values, which sums of work need; 0 if there are no values. Objectives use
+        percentiles.
+        """
         return self.total / count if (count := self.count) else 0.0
 
     @property

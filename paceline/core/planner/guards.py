@@ -1,4 +1,6 @@
-"""Guards: rules that forbid actions even if the load needs them. Each one returns its reason, or nothing."""
+"""Guards: rules that forbid actions even if the load needs them. Each one returns its reason; "" if it forbids
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ memories stop undoing each other's drains, and a fleet between two sizes comes t
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """The guards at one report."""
+    """The guards for the decision from one report."""
 
     outlook: Outlook
 
@@ -56,7 +58,7 @@ class Guards:
         The requests of a worker that leaves go on elsewhere. Without another worker, they would end.
 
         Args:
-            wanted: number of workers of the role that are wanted afterwards. Some of them may not serve yet.
+            wanted: number of workers that the role is to have afterwards. Some of them may not serve yet.
         """
         if worker.state == "starting":
             return ""

@@ -1,4 +1,4 @@
-"""The load of a fleet: what arrives now, as measured lately, and what will arrive, as forecast.
+"""The load of a fleet: the arrivals that were measured lately, and a forecast of later arrivals.
 
 Recent load is a sum of reports in which old ones count less and less. Forecasts continue the level and the damped trend
 of a minute's arrivals and lengths (Holt's method).
@@ -16,11 +16,15 @@ from paceline.core.planner.reports import Role, Traffic
 ARRIVALS_HALF_LIFE = 20.0
 """Seconds after which an arrival counts half in the recent rate."""
 NEWEST_HALF_LIFE = 5.0
-"""The same for the newest rate, which tells at once whether the load has changed, but is less exact."""
+"""Seconds after which an arrival counts half in the newest rate. This rate follows changes of the load at once, but is
+less exact than the recent rate.
+"""
 LENGTHS_HALF_LIFE = 30.0
 """Seconds after which a length or a latency counts half."""
 _LEVEL, _TREND, _DAMPED = 0.6, 0.4, 0.9
-"""Weights of the newest value in level and trend, and the part of a trend that is left after each interval."""
+"""Weight of the newest value in the level, its weight in the trend, and the factor on a trend for each further
+interval.
+"""
 _ERRORS = 40
 """Number of errors of forecasts that are remembered."""
 
@@ -32,7 +36,7 @@ class ClassDemand:
     rate: float
     """Requests per second."""
     prompt_tokens: Distribution
-    """Lengths of prompts. Only their shape counts, so that old counts may have faded."""
+    """Lengths of prompts, in tokens. Only ratios between counts matter, so old counts may have faded."""
     cached_share: float
     answer_tokens: Distribution
     media_rate: float = 0.0
@@ -56,15 +60,15 @@ class ClassDemand:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Level and trend of a number that is measured once an interval."""
+    """Level and trend of a number that is measured once in each interval."""
 
     level: float = 0.0
     trend: float = 0.0
     values: int = 0
     made: tuple[float, ...] = ()
-    """Forecasts of intervals that have not come yet, oldest first."""
+    """Forecasts that were made for intervals still to come, oldest first."""
     errors: tuple[float, ...] = ()
-    """Newest differences between measured values and their forecasts."""
+    """Newest differences (measured value - its forecast), oldest first."""
 
     def add(self, value: float, ahead: int) -> Series:
         """Return the series with the value of one more interval, and with a forecast for `ahead` intervals later."""
@@ -90,7 +94,7 @@ class Series:
         return self.level + reach * max(0.0, self.trend)
 
     def caution(self) -> float:
-        """Return how far values have been above their forecasts lately, at the 90th percentile."""
+        """Return the 90th percentile of the amounts by which values exceeded their forecasts lately, at least 0."""
         return max(0.0, sorted(self.errors)[math.ceil(0.9 * len(self.errors)) - 1]) if self.errors else 0.0
 
 
@@ -100,7 +104,9 @@ class ClassLoad:
 
     arrivals: float = 0.0
     seconds: float = 0.0
-    """Length of the time in which `arrivals` came. Both fade, so their quotient is a recent rate from the beginning."""
+    """Length of the time in which `arrivals` came, in seconds. Both numbers fade, so that `arrivals / seconds` is the
+    recent rate, also soon after the start.
+    """
     newest_arrivals: float = 0.0
     newest_seconds: float = 0.0
     media_items: float = 0.0
@@ -111,7 +117,7 @@ class ClassLoad:
     ttft: Distribution = field(default_factory=Distribution)
     itl: Distribution = field(default_factory=Distribution)
     interval: tuple[float, ...] = (0.0,) * 5
-    """Since the last forecast: seconds, arrivals, tokens of prompts, finished answers, tokens of answers."""
+    """Sums since the last forecast: seconds, arrivals, tokens of prompts, finished answers, tokens of answers."""
     rates: Series = Series()
     prompts: Series = Series()
     answers: Series = Series()
@@ -163,9 +169,9 @@ class ClassLoad:
         )
 
     def expected(self, ahead: int) -> ClassDemand | None:
-        """Return the load that is expected in `ahead` intervals; None if unknown.
+        """Return the demand that is expected after `ahead` more intervals; None if no interval has ended yet.
 
-        The rate is above the forecast by as much as forecasts have been too low lately.
+        The rate is the forecast plus `Series.caution`: the amount by which forecasts have been too low lately.
         """
         if not self.rates.values:
             return None
@@ -191,7 +197,7 @@ class ClassLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The rate of work for every role at one instant, with its standard deviation by chance."""
+    """The rate of work for every role at one instant, with the standard deviation that random arrivals explain."""
 
     at: float
     work: Mapping[Role, float]
@@ -207,7 +213,7 @@ class LoadSample:
         return LoadSample(at, work, noise)
 
     def differs(self, other: LoadSample, role: Role) -> bool:
-        """Return whether the load of a role has changed between two samples, beyond what chance explains."""
+        """Return whether the load of a role has changed between two samples by more than chance explains."""
         first, second = self.work.get(role, 0.0), other.work.get(role, 0.0)
         chance = math.hypot(self.noise.get(role, 0.0), other.noise.get(role, 0.0))
         return abs(first - second) > max(0.25 * max(first, second), 4 * chance)

@@ -1,4 +1,4 @@
-"""A planner's memory between two reports. All of it is plain values, so that it can be saved and compared."""
+"""A planner's memory between two reports, as plain values that can be saved and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, Wor
 from paceline.core.planner.step_fit import FittedStepTimes, StepFit
 
 WARM_SECONDS = 15.0
-"""Steps of a worker count only after it has been ready for this long, because first steps compile and allocate."""
+"""Seconds for which a worker must have been ready before its steps count, because first steps compile and allocate."""
 STUCK = 3.0
 """A start or a drain that takes this multiple of its usual time counts as stuck, and the planner stops waiting for it.
 """
@@ -21,16 +21,16 @@ _SOON = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of a role's number of workers that a planner made, not a person."""
+    """A change of a role's number of workers by a planner, not by a person."""
 
     at: float
     load: LoadSample | None
-    """The load of that time; None if this planner has not seen the change."""
+    """The load at the time of the change; None if this planner has not seen the change."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleMemory:
-    """The memory of one role."""
+    """The planner's memory of one role."""
 
     wanted: int | None = None
     """The platform's target in the last report."""
@@ -39,7 +39,7 @@ class RoleMemory:
     relapses: int = 0
     """Number of times that the role had to grow again after it had shrunk, under the same load."""
     short_since: float | None = None
-    """Instant since which fewer workers are ready than wanted."""
+    """Instant since which fewer workers have been ready than wanted; None if enough are ready."""
     targets: tuple[tuple[float, int], ...] = ()
     """Instants and targets of recent reports. Workers drain only down to the largest of them."""
     floor: int = 0
@@ -53,16 +53,16 @@ class RoleMemory:
 
 @dataclass(frozen=True, slots=True)
 class PlanningState:
-    """Everything that a planner remembers. `codec.to_json` writes it, `codec.from_json` reads it."""
+    """Everything that a planner remembers. `replay.to_json` writes a state, and `replay.from_json` reads it."""
 
     at: float | None = None
-    """Instant of the newest report."""
+    """Instant of the newest report, as `Report.at`; None before the first one."""
     since: float = 0.0
-    """Instant since which every report has come, and has been complete."""
+    """Instant since which no report has been missing or incomplete."""
     busy_at: float = 0.0
-    """Instant of the last request that reports show."""
+    """Instant of the newest report that shows a request."""
     slow_at: float | None = None
-    """Instant of the newest forecast."""
+    """Instant of the newest forecast; None before the first one."""
     load: LoadSample | None = None
     classes: Mapping[str, ClassLoad] = field(default_factory=dict)
     roles: Mapping[Role, RoleMemory] = field(default_factory=dict)
@@ -196,5 +196,7 @@ def _watch_seconds(seen: RoleReport, objectives: Objectives) -> float:
 
 
 def settle_seconds(seen: RoleReport) -> float:
-    """Return the longest time that a change of a role takes, in seconds: that of a start and a drain together."""
+    """Return the longest time that a change of a role takes, in seconds: the time of a start plus the time of a
+    drain.
+    """
     return seen.startup_seconds + seen.drain_seconds

@@ -15,9 +15,9 @@ from paceline.core.planner.objectives import devices, draining_devices
 from paceline.core.planner.reports import Role, WorkerReport
 
 _FLIP_REPORTS = 2.5
-"""A worker flips only if it was not needed for this multiple of `fast_seconds`; a worker drains after a longer time."""
+"""A worker flips only if its role has not needed it for this multiple of `fast_seconds`. Drains wait longer."""
 _SHARE = 8
-"""At most one of this many workers of a role leaves in one decision, so that its requests find places before others
+"""At most one in this many workers of a role leaves by one decision, so that its requests find places before others
 leave.
 """
 

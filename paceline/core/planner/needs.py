@@ -1,4 +1,6 @@
-"""The workers that each role needs: for the load that arrives, for what waits already, and by the forecast."""
+"""The workers that each role needs: for the load that arrives, for requests that wait already, and for the forecast
+load.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ SLACK = 1.2
 _FULL = 0.9
 """Decode workers count as full if at least this share of their places or memory is in use."""
 _MOST_BOOST, _BOOST, _CALM = 1.5, 1.1, 0.99
-"""Limit of a role's boost, the factor of each missed objective, and the factor of each minute without one."""
+"""Limit of a role's boost, its factor after a forecast at which objectives are missed, and after any other forecast."""
 _ENOUGH_VALUES = 20
 """Least number of measured latencies for a meaningful percentile."""
 
@@ -39,7 +41,7 @@ class RoleNeed:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """All inputs from which a role's need is computed."""
+    """All inputs from which the needs of roles are computed."""
 
     report: Report
     objectives: Objectives
@@ -47,12 +49,12 @@ class Outlook:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there has been no request for so long that even the last workers may leave."""
+        """Whether no report has shown a request for `idle_seconds`, so that even the last workers may leave."""
         return self.report.at - self.state.busy_at >= self.objectives.idle_seconds
 
     @property
     def waiting(self) -> int:
-        """Requests that wait at gateways."""
+        """Number of requests that wait at gateways."""
         return sum(each.waiting for each in self.report.traffic.values())
 
     def limits(self, role: Role) -> RoleLimits:
@@ -73,9 +75,9 @@ class Outlook:
         return [Wanted(demand, self.objectives.latency(name)) for name, demand in expected.items() if demand]
 
     def awaited(self) -> Role | None:
-        """Return the role whose workers requests at the gateways wait for.
+        """Return the role for whose workers the requests at gateways wait.
 
-        Returns None if they wait for memory that a further worker would only share.
+        Returns None if the requests wait for memory that a further worker would only share.
         """
         workers = self.workers("decode")
         places = sum(each.max_seqs for each in workers)
@@ -233,7 +235,9 @@ def _places(outlook: Outlook) -> Places:
 
 
 def intervals_ahead(outlook: Outlook) -> int:
-    """Return the intervals of the slow loop until a worker that is started at the next forecast is ready."""
+    """Return the number of intervals of the slow loop from now until a worker that is started at the next forecast is
+    ready.
+    """
     starts = max((seen.startup_seconds for seen in outlook.report.roles.values()), default=0.0)
     return math.ceil(starts / outlook.objectives.slow_seconds) + 1
 

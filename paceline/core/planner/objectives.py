@@ -12,7 +12,7 @@ from paceline.core.request_classes import BACKGROUND, DEFAULT, Classes
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Objectives of one class of requests. The share `percentile` of the requests must be at least this fast."""
+    """Objectives of one class of requests. The share `percentile` of its requests must meet them."""
 
     ttft: float | None = None
     """Largest time to first token, in seconds; None if there is no objective."""
@@ -22,11 +22,11 @@ class Latency:
 
 
 def class_latencies(classes: Classes, share: float) -> dict[str, Latency]:
-    """Return the objectives of classes, and none for batches.
+    """Return the objectives of each class by its name. The class of batches has no objectives.
 
     Args:
         classes: the classes of --classes-file.
-        share: percentile of batches, which have no objectives.
+        share: `percentile` of the class of batches, which needs a value although this class has no objectives.
     """
     found = {
         name: Latency(each.ttft_seconds, each.itl_seconds, each.percentile)
@@ -38,7 +38,7 @@ def class_latencies(classes: Classes, share: float) -> dict[str, Latency]:
 
 @dataclass(frozen=True, slots=True)
 class RoleLimits:
-    """The least and the most workers of one role, and what one of them costs."""
+    """The least and the largest number of workers of one role, and the number of devices that each worker takes."""
 
     least: int = 0
     most: int = 64
@@ -51,26 +51,28 @@ class Objectives:
     """The objectives of every class, the limits of every role, and the times after which the planner acts."""
 
     classes: Mapping[str, Latency] = field(default_factory=dict)
-    """By name of the class. A class that is missing has the objectives of `default`."""
+    """Objectives by name of the class. A class that is missing has the objectives of `default`."""
     default: Latency = Latency(ttft=2.0, itl=0.1)
     roles: Mapping[Role, RoleLimits] = field(default_factory=dict)
     """Limits of each role. A role without an entry has no workers."""
     budget: int | None = None
     """Largest number of devices that all workers take together, draining ones included; None is no limit."""
     advisory: bool = False
-    """Whether decisions are only shown, and nobody carries them out."""
+    """Whether decisions are only shown and not carried out."""
     flips: bool = True
     """Whether workers may change their role."""
     fast_seconds: float = 5.0
-    """Time between two decisions from measured load."""
+    """Time between two decisions from measured load, in seconds."""
     slow_seconds: float = 60.0
-    """Time between two forecasts. Fast decisions keep the workers that the newest forecast needs. A worker drains only
-    if neither of the last two forecasts needs it.
+    """Time between two forecasts, in seconds. Fast decisions keep the workers that the newest forecast needs. A worker
+    drains only if neither of the last two forecasts needs it.
     """
     idle_seconds: float = 300.0
     """Seconds without a request after which the last workers of a role may leave."""
     stale_seconds: float = 15.0
-    """A report that is older than this counts as lost. The fleet does not shrink while a report is lost."""
+    """A report that is older than this many seconds counts as lost. The fleet does not shrink while a report is
+    lost.
+    """
 
     def limits(self, role: Role) -> RoleLimits:
         """Return the limits of a role. A role without limits has no workers."""
@@ -103,13 +105,13 @@ def devices(counts: Mapping[Role, int], objectives: Objectives) -> int:
 
 
 def draining_devices(report: Report, objectives: Objectives) -> int:
-    """Return the number of devices of draining workers. They are in use until these workers have ended."""
+    """Return the number of devices of draining workers. The devices are in use until these workers have ended."""
     return sum(objectives.limits(each.role).devices for each in report.workers if each.state == "draining")
 
 
 def limits_of(role: Role, report: Report, objectives: Objectives) -> RoleLimits:
-    """Return the limits of a role now. If its workers share cores, its upper limit is at most one worker, its lower
-    limit, or its present target, whichever is larger.
+    """Return the limits of a role now. If its workers share cores, the upper limit is at most the largest of one
+    worker, the lower limit and the present target.
     """
     limits, seen = objectives.limits(role), report.roles[role]
     if not seen.shares_cores:

@@ -24,9 +24,8 @@ class Planner:
     A decision depends only on the objectives, the state and the report.
 
     Args:
-        objectives: what the operator wants.
-        state: what an earlier planner of this fleet remembered; None if there was none. Without it, the fleet does not
-            shrink until the planner has watched it for a while.
+        objectives: the operator's objectives for the fleet.
+        state: state of an earlier planner of this fleet. None: do not shrink the fleet before watching it for a while.
     """
 
     def __init__(self, objectives: Objectives, state: PlanningState | None = None) -> None:

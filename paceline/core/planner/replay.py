@@ -38,7 +38,9 @@ def to_json(value: object) -> str:
 
 
 def from_json(kind: type[T], text: str | bytes) -> T:
-    """Return the value that `to_json` wrote. Raises InvalidRequestError, which says what is wrong."""
+    """Return the value of type `kind` that `to_json` wrote. Raises InvalidRequestError if the text is not such a
+    value.
+    """
     try:
         value: T = _adapter(kind).validate_json(text)
     except ValidationError as error:
@@ -50,7 +52,7 @@ def from_json(kind: type[T], text: str | bytes) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The first line of a record: everything that a planner is constructed from."""
+    """The first line of a record: the arguments with which the planner was constructed."""
 
     objectives: Objectives
     state: PlanningState
@@ -59,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One decision."""
+    """A line of a record after the first one: a report and the decision from it."""
 
     report: Report
     decision: Decision
@@ -77,7 +79,7 @@ class Replayed:
     recorded: Decision
     decided: Decision
     same_state: bool
-    """Whether the planner's state after the decision is the recorded one, too."""
+    """Whether the planner's state after the decision also equals the recorded state."""
 
     @property
     def same(self) -> bool:
@@ -110,12 +112,12 @@ class Recorder:
 
 
 def replay(lines: Iterable[str]) -> Iterator[Replayed]:
-    """Decide again from the recorded reports, and yield each decision beside the recorded one.
+    """Decide again from the recorded reports. Yield each new decision together with the recorded decision.
 
     After a decision that differs, the replay continues with its own state.
 
     Raises:
-        InvalidRequestError: a line is no line of a record; the message has its number.
+        InvalidRequestError: a line does not belong in a record; the message has the line's number.
     """
     planner: Planner | None = None
     for number, line in enumerate(lines, 1):

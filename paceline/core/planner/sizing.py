@@ -1,5 +1,5 @@
-"""Targets for needs: within the limits of each role and the budget of devices, and with the numbers that people have
-set.
+"""Targets for the needs of roles. They keep the limits of each role, the budget of devices, and the numbers that people
+have set.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Headroom:
     """Multiples of a role's load for which it has enough workers."""
 
     present: float
-    """Multiple of the present load, at most 1, because anything above it is a reserve."""
+    """Multiple of the present load, at most 1, because everything above 1 is a reserve."""
     forecast: float
     """Multiple of the present load or of the forecast load, whichever is larger."""
 

@@ -1,8 +1,8 @@
 """Step times, learned from the steps that the workers of a role have computed, without profiling a worker.
 
-Slow first steps of cold workers must not spoil a fit. Three things prevent this: steps of workers that have just
-started are not observed (`memory.py`), each worker contributes a median and not a mean, and of the medians of one load
-only the median of the newest ones counts.
+Slow first steps of cold workers must not spoil a fit. Three rules prevent this. Steps of workers that have just started
+are not observed (`memory.py`). Each worker contributes a median, not a mean. For each load, the median of the newest
+contributions counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from paceline.core.planner.reports import Steps
 
 _KEPT = 31
-"""Observations that are kept of each load. A minority of outliers does not move their median."""
+"""Number of observations that are kept of each load. A minority of outliers hardly moves their median."""
 _ENOUGH = 5
 """Least number of observations, over all loads, from which step times are computed."""
 _BEYOND = 1.5
@@ -31,7 +31,7 @@ class FittedStepTimes:
     per_token: float
     per_context: float
     observed_tokens: float
-    """The largest number of tokens in a step that was observed."""
+    """The number of tokens of the largest step that was observed."""
 
     @property
     def most_tokens(self) -> float:
@@ -50,10 +50,10 @@ class Observed:
     tokens: float
     context: float
     seconds: tuple[float, ...]
-    """Medians of workers, oldest first."""
+    """Median step times of workers, in seconds, oldest first."""
 
     def add(self, steps: Steps) -> Observed:
-        """Return the observations with one more added. The newest ones count most."""
+        """Return the observations with one more added. The newest observations count most."""
         share = 1 / (1 + min(len(self.seconds), _KEPT // 2))
         return Observed(
             self.tokens + share * (steps.tokens - self.tokens),
@@ -69,7 +69,7 @@ class StepFit:
     loads: Mapping[str, Observed] = field(default_factory=dict)
 
     def observe(self, batch: Iterable[Steps]) -> StepFit:
-        """Return the fit with the steps of one worker's report added."""
+        """Return a fit that also includes the steps of one worker's report."""
         loads = dict(self.loads)
         for steps in batch:
             if steps.seconds.count and steps.tokens > 0:

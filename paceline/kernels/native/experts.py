@@ -1,4 +1,4 @@
-"""Layers with experts in the library. See src/experts.h."""
+"""Layers with experts, computed by the native library (src/experts.h)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from paceline.kernels.native.operations import Operations, need, with_dense_rows
 from paceline.kernels.packed_weight import PackedWeight
 
 _ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
-"""In the order of `ExpertActivation` of src/program.h."""
+"""Activations in the order of `ExpertActivation` of src/program.h: the index is the library's number."""
 _MOST_GROUPS = 64
-"""`kMostGroups` of src/program.h."""
+"""Largest number of groups of experts; `kMostGroups` of src/program.h."""
 _SIGMOID, _NORMALIZE, _SCORE_OF_TWO = 1, 2, 4
 
 
 class NativeExperts(Operations):
-    """`ExpertKernels` in the library."""
+    """`ExpertKernels`, computed by the native library."""
 
     def router_logits(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
@@ -54,7 +54,8 @@ class NativeExperts(Operations):
     def index_experts(self, experts: ExpertWeights) -> ExpertWeights:
         """Return the weights with a table of the addresses and formats of matrices and biases: int64 [experts, 9].
 
-        A row is `Expert` of src/experts.h. There is no table if a tensor is missing, which the loader reports.
+        A row of the table is an `Expert` of src/experts.h. If a tensor is missing, which the loader reports, there is
+        no table.
         """
         given = experts.gate_bias, experts.up_bias, experts.down_bias
         gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]

@@ -30,7 +30,9 @@ from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
 
 COMPRESSING = ("avx512-bf16",)
-"""Instruction sets whose kernels read bf16 in 12 bits. AMX kernels would first have to write it out in 16 bits."""
+"""Instruction sets whose kernels can read bf16 weights that are stored in 12 bits. AMX kernels would first have to
+write the weights out in 16 bits.
+"""
 INTEGER_PRODUCTS = ("avx512-bf16", "avx512", "avx2")
 """Instruction sets that multiply bf16 with quantized weights in integers, without rounding the weights to bf16."""
 
@@ -38,11 +40,12 @@ INTEGER_PRODUCTS = ("avx512-bf16", "avx512", "avx2")
 class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     """`Kernels` in bf16 and fp32 on a CPU, with a team of threads of its own.
 
-    Each row of a result is computed in an order that depends only on the shapes of the weights. So it has the same bits
-    in any batch, in any chunk of a prompt, and on any number of threads. Instruction sets may differ from each other.
+    Each row of a result is computed in an order that depends only on the shapes of the weights. So a row has the same
+    bits in any batch, in any chunk of a prompt, and on any number of threads. The bits may differ between instruction
+    sets.
 
     Args:
-        threads: number of threads that compute together, including the calling one. Fewer if the system gives no more.
+        threads: number of threads that compute together, including the calling one. The system may give fewer.
         instruction_set: the name of an instruction set, or "auto" for the best that runs here.
         compress: whether to keep bf16 matrices in 12 bits, if the kernels of the instruction set can read them.
 

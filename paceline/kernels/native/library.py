@@ -27,7 +27,7 @@ HOW_TO_BUILD = (
 
 
 class KernelKind(IntEnum):
-    """The kind of an operation."""
+    """The kind of an operation; `Kind` of src/program.h has the same numbers."""
 
     LINEAR = 0
     EMBED = 1
@@ -76,7 +76,7 @@ class Cache(ctypes.Structure):
 
 
 class KernelChoice(ctypes.Structure):
-    """`Draw` of src/program.h."""
+    """The sampling parameters of a row, as `Draw` of src/program.h."""
 
     _fields_ = [
         ("row", ctypes.c_int64),
@@ -90,9 +90,9 @@ class KernelChoice(ctypes.Structure):
 
 POINTERS = ("out", "a", "b", "c", "d")
 COMPRESSED = 64
-"""The `Format` of bf16 weights in 12 bits. tiles.py has the formats of quantized matrices."""
+"""The number of the `Format` of bf16 weights in 12 bits. tiles.py has the formats of quantized matrices."""
 MOST_JOINED = 4
-"""Limit of operations that are computed together: `kMostJoined` of src/program.h."""
+"""Largest number of operations that are computed together; `kMostJoined` of src/program.h."""
 
 
 class Op(ctypes.Structure):
@@ -176,7 +176,7 @@ def load_library(folder: Path = _FOLDER) -> ctypes.CDLL:
 def can_copy(pool: torch.Tensor) -> bool:
     """Return whether `copy_blocks` can use this memory, [slots, slot_elements].
 
-    It must be contiguous, on the CPU, with slots at multiples of 64 bytes, and the library must be there.
+    The memory must be contiguous, on the CPU, with slots at multiples of 64 bytes, and the library must be compiled.
     """
     with contextlib.suppress(ConfigError):
         load_library()
@@ -202,13 +202,13 @@ def copy_blocks(
 
 
 def memory_fence(folder: Path = _FOLDER, machine: str = platform.machine()) -> Callable[[], None]:
-    """Return a function that orders memory between processes.
+    """Return a memory fence: a function that orders reads and writes of memory that processes share.
 
-    All other threads and processes that share the memory see this thread's reads and writes before the call as earlier
-    than those after it. Only x86 keeps loads in order, and stores in order, without a fence.
+    For all other threads and processes, this thread's reads and writes before a call of the fence are earlier than
+    those after it. Only x86 keeps loads in order, and stores in order, without a fence.
 
     Raises:
-        ConfigError: the library is not there, and this `machine` needs it.
+        ConfigError: this `machine` needs the library for a fence, and the library is not compiled.
     """
     try:
         library = load_library(folder)

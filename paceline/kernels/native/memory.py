@@ -10,15 +10,17 @@ from torch import Tensor
 
 _PAGE = 2 << 20
 _CHUNK = 4 * _PAGE
-"""Bytes of a chunk. Most matrices of a small model are smaller than a page, so they share chunks."""
+"""Bytes of a chunk of memory. Small models have many matrices that are smaller than a large page, so matrices share
+chunks.
+"""
 _CACHE_LINE = 64
 
 
 class WeightMemory:
     """Memory for matrices, one after another in the order of `take`, which is the order in which a pass reads them.
 
-    Several threads may take memory. A chunk is freed when no tensor in it is left. Bytes that were not taken are never
-    written, so they take no memory.
+    Several threads may take memory. A chunk is freed when no tensor in it is left. Bytes of a chunk that were not taken
+    are never written, so the system gives no memory for them.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:

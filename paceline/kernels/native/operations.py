@@ -33,7 +33,7 @@ class Operations:
     """A team of threads that computes operations one by one, or records them.
 
     Args:
-        threads, instruction_set: see `NativeKernels`.
+        threads, instruction_set: the arguments of `NativeKernels`.
     """
 
     def __init__(self, threads: int, instruction_set: str) -> None:
@@ -65,11 +65,11 @@ class Operations:
         dtype: torch.dtype,
         bounds: Tensor | None = None,
     ) -> Tensor:
-        """Return a product [tokens, out] in `dtype`.
+        """Compute an operation of `kind` whose main part is x @ weight.T. Return the product [tokens, out] in `dtype`.
 
         Args:
-            other: a bias, or the best tokens of LOGITS.
-            bounds: fp32 [4]: see `EncoderKernels.clipped_linear`.
+            other: the bias; for LOGITS, the tensor to which the best tokens are written.
+            bounds: fp32 [4]: the bounds of `EncoderKernels.clipped_linear`; None for no bounds.
         """
         if x.dtype != weight.dtype or x.shape[1:] != (weight.size_in,):
             raise ValueError(
@@ -143,7 +143,7 @@ def check(tensor: Tensor) -> None:
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """Return x [rows, size] with dense rows. The rows may be apart from each other."""
+    """Return x [rows, size], copied if the elements of a row are not dense. Rows may be apart from each other."""
     return x if x.stride(1) == 1 else x.contiguous()
 
 
@@ -153,6 +153,6 @@ def need(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> None:
 
 
 def ints(name: str, tensor: Tensor) -> Tensor:
-    """Return int64 [tokens] as a contiguous tensor."""
+    """Return a tensor int64 [tokens], copied if it is not contiguous. `name` is its name in errors."""
     need(name, tensor, torch.int64, len(tensor))
     return tensor.contiguous()

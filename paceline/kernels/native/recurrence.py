@@ -1,4 +1,4 @@
-"""Layers with a state in the library. See src/recurrent.h and src/delta.h."""
+"""Layers with a state, computed by the native library (src/recurrent.h and src/delta.h)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from paceline.kernels.native.library import Cache, KernelKind, Op
 from paceline.kernels.native.operations import Operations, need
 
 _MOST_TAPS = 16
-"""`kMostTaps` of src/recurrent.h."""
+"""Largest number of taps of a convolution; `kMostTaps` of src/recurrent.h."""
 
 
 class NativeRecurrence(Operations):
-    """`RecurrentKernels` in the library."""
+    """`RecurrentKernels`, computed by the native library."""
 
     compiles_states = True
 

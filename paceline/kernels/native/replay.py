@@ -1,7 +1,8 @@
 """A model's forward pass as one call: recorded once, then replayed without Python's cost per operation.
 
-It is for a CPU what a CUDA graph is for a GPU. The model runs once on the meta device, where its kernels record
-operations instead of computing, and tensors stand for buffers. The recorded program works for any number of tokens.
+A replay on a CPU corresponds to a CUDA graph on a GPU. For the recording, the model runs once on the meta device: its
+kernels record operations instead of computing, and its tensors stand for buffers. The recorded program works for any
+number of tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from paceline.kernels.interface import Forward, ForwardInputs, run_with_states
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
 
 RECORDED_TOKENS = 2
-"""Tokens of a recorded pass. With only one, the stride of rows would not show."""
+"""Number of tokens in the pass that is recorded. A pass of one token would not show the stride of rows."""
 _TOKENS_STEP = 64
 _CACHE_LINE = 64
 _MAX_PROGRAMS = 8
@@ -84,7 +85,7 @@ def fuse_gated_layers(
 
 
 def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
-    """Mark consecutive linear layers of one input, so that they are computed together as one job for all threads."""
+    """Mark consecutive linear layers that have the same input, so that all threads compute them together as one job."""
     first: tuple[Op, Operands] | None = None
     for op, operands in operations:
         if first is not None and _can_join(first, op, operands):
@@ -133,7 +134,7 @@ class Executor(Protocol):
 
     recorder: StepRecorder | None
     one_at_a_time: threading.Lock
-    """Locked while a pass is recorded or replayed."""
+    """Lock that is held while a pass is recorded or replayed."""
 
     def execute(self, ops: ctypes.Array[Op] | Op, count: int, step: KernelStep) -> None: ...
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 
 LANES = 16
-"""Outputs of one tile."""
+"""Number of outputs (rows of the matrix) in one tile."""
 _ROWS = 1024 * LANES
-"""Outputs that are packed at once. A vocabulary's matrix has too many for one piece."""
+"""Number of outputs that are packed at a time. The matrix of a vocabulary has too many outputs to be packed at once."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
 HALF, UNROUNDED = 256, 512
 _ALL = EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED

@@ -1,4 +1,4 @@
-"""The launch of the attention kernels, for which a step's queries are cut into tiles."""
+"""The launch of the attention kernels, and the cutting of a step's queries into tiles for them."""
 
 from __future__ import annotations
 
@@ -16,30 +16,36 @@ from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device
 
 _ROWS = 64
-"""Rows of each tile. Another number could mean another matrix instruction, which adds in another order. In decode most
-rows are empty. They cost little, because the bandwidth of the KV cache is the limit there."""
+"""Number of rows of each tile. Another number could select another matrix instruction, which adds in another order. In
+decode, more than half of the rows are empty, but they cost little, because the bandwidth of the KV cache is the limit.
+"""
 _ROW_ELEMENTS = 16384
 """Largest number of elements of the sums of a tile's rows. There are two such sums, in fp32, and both fit in
 registers."""
 SPLIT = 256
-"""Keys of a split. It does not depend on the size of the batch, so neither do the bits of a row."""
+"""Number of keys of a split. It does not depend on the batch, so the bits of a row do not depend on the batch
+either.
+"""
 _TILE_BYTES = 16384
-"""Largest size of a tile of keys. Two tiles of keys and two of values are in flight beside the queries."""
+"""Largest size of a tile of keys, in bytes. Two tiles of keys and two tiles of values are in flight besides the
+queries.
+"""
 _KEY_BYTES = 128
-"""Largest size of one element of all keys of a tile."""
+"""Largest number of bytes that the same element of all keys of a tile takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch(AttentionBatch):
     """A batch whose numbers change on the device while their place in memory stays the same.
 
-    Lengths on the host describe the largest batch that fits: the most requests, each with the most queries and context.
+    Lengths on the host describe the largest batch that fits: the largest number of requests, each with the largest
+    numbers of queries and of context tokens.
     """
 
     own_query_start: Tensor
-    """int32 [requests + 1]"""
+    """int32 [requests + 1]: `query_start` of the present batch, on the device."""
     own_context_len: Tensor
-    """int32 [requests]; 0 for a place without a request."""
+    """int32 [requests]: `context_len` of the present batch, on the device; 0 for a place without a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +53,19 @@ class AttentionPlan:
     """The description of a batch that the kernels read. All tensors are on the device, int32 unless said otherwise."""
 
     group: int
-    """Query heads that share a KV head."""
+    """Number of query heads that share a KV head."""
     tile_rows: int
-    """Rows of each tile; see `tile_rows`."""
+    """Number of rows of each tile, from the function `tile_rows`."""
     query_start: Tensor
     context_len: Tensor
     last_keys: Tensor | None
-    """int64; see `AttentionBatch`."""
+    """int64 [tokens]: `AttentionBatch.last_keys`."""
     whole: Tensor
-    """[tiles, 3]: tiles for which one program reads all visible keys. See `device.attention` for the columns."""
+    """[tiles, 3]: tiles for which one program reads all visible keys. `device.attention` describes the columns."""
     apart: Tensor
     """[tiles, 3]: tiles for which every split has a program of its own."""
     rows: int
-    """Rows of all tiles in `apart`."""
+    """Number of rows of all tiles in `apart`."""
     most_rows: int
     """Largest number of rows of one tile in `apart`."""
     splits: int
@@ -67,7 +73,9 @@ class AttentionPlan:
 
 
 def tile_rows(head_dim: int) -> int:
-    """Return the rows of each tile, from the size of a head only."""
+    """Return the number of rows of each tile. It depends only on the size of a head, so that bits do not depend on the
+    batch.
+    """
     return min(_ROWS, _ROW_ELEMENTS // _padded(head_dim))
 
 

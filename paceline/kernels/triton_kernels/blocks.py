@@ -27,12 +27,12 @@ def pack_blocks(pool: Tensor, slots: Tensor) -> Tensor:
 
 
 def unpack_blocks(packed: Tensor, pool: Tensor, slots: Tensor) -> None:
-    """Copy packed blocks back to `slots`, which must all be different. See `pack_blocks`."""
+    """Copy blocks that `pack_blocks` has packed to `slots` of a pool. The slots must all be different."""
     move_blocks(pool, packed, slots, None)
 
 
 def move_blocks(target: Tensor, source: Tensor, target_slots: Tensor | None, source_slots: Tensor | None) -> None:
-    """Copy target[target_slots[i]] = source[source_slots[i]]. None means all rows in order. See `pack_blocks`."""
+    """Copy target[target_slots[i]] = source[source_slots[i]]. None in place of slots means all rows in order."""
     if target.shape[1] != source.shape[1] or target.dtype != source.dtype:
         raise ValueError(
             f"target blocks have {target.shape[1]} {target.dtype}, source blocks {source.shape[1]} {source.dtype}"

@@ -15,20 +15,24 @@ from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import experts as device
 
 _ROWS, _COLUMNS, _SUM_BLOCK = 64, 64, 1024
-"""The shape of a tile is always the same, so that a row has the same bits in any batch."""
+"""Rows and columns of a tile of products, and elements of a block of the sum. They are constant, so that a row has the
+same bits in any batch.
+"""
 _SORT_BLOCK = 1024
-"""Pairs that are read at a time to sort them."""
+"""Number of pairs of a token and an expert that the sorting kernel reads at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class SortedPairs:
-    """Pairs of a token and one of its experts, sorted by expert, on the device; see `device.expert_products`."""
+    """Pairs of a token and one of its experts, sorted by expert, on the device, as `device.expert_products` reads
+    them.
+    """
 
     order: Tensor
     starts: Tensor
     tile_ends: Tensor
     most_tiles: int
-    """A bound of the number of tiles that depends on the number of pairs only."""
+    """Upper bound of the number of tiles. It depends on the number of pairs only, so the host knows it."""
 
 
 def index_experts(experts: ExpertWeights) -> ExpertWeights:
@@ -53,7 +57,7 @@ def _dense(weight: PackedWeight) -> PackedWeight:
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, expert_weights: ExpertWeights, activate: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Compute `ExpertKernels.experts` with this activation function."""
+    """Compute `ExpertKernels.experts`, where `activate` computes act(gate, up)."""
     (tokens, hidden), top_k = x.shape, ids.shape[1]
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:

@@ -24,7 +24,9 @@ from paceline.kernels.triton_kernels.attention import SPLIT, StaticBatch
 _MAX_QUERIES = 16
 """Largest number of tokens of one request in a recorded step: one token and its drafts."""
 _MAX_TOKENS = 512
-"""Largest number of tokens of a recorded step. A larger step is limited by the device, not by its launches."""
+"""Largest number of tokens of a recorded step. The time of a larger step is determined by the device, not by its
+launches.
+"""
 _MAX_GRAPHS = 64
 
 
@@ -80,11 +82,13 @@ class CalledAgain:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The batch for which a recording has room. All numbers are powers of two; `context` is one times SPLIT keys."""
+    """The largest batch that a recording can replay. Numbers are powers of two; `context`, in keys, is one times
+    SPLIT.
+    """
 
     requests: int
     queries: int
-    """Tokens of each request."""
+    """Largest number of tokens of each request."""
     context: int
 
 
@@ -103,8 +107,8 @@ class Graphs:
     """A forward pass whose small steps are recorded when their size first comes, and replayed from then on.
 
     Args:
-        recorder: makes a recorder. All recordings of one share a memory pool and are dropped together.
-        plans: returns the data of the last batch that the kernels keep on the device and read in every replay.
+        recorder: makes a recorder. All recordings of one recorder share a memory pool and are dropped together.
+        plans: returns the data of the last batch that kernels keep on the device; every replay reads this data.
     """
 
     def __init__(
@@ -177,7 +181,9 @@ class _FixedInputs:
         self.fill(first)
 
     def fill(self, step: ForwardInputs) -> None:
-        """Copy a step in. Old tokens remain after the step's own, but have no slot and belong to no request."""
+        """Copy the inputs of a step to their fixed places. Tokens of earlier steps remain after them, but have no slot
+        and belong to no request.
+        """
         batch, fixed = step.batch, self._batch
         tokens, missing = len(step.token_ids), len(fixed.context_len) - len(batch.context_len)
         self.inputs.token_ids[:tokens].copy_(step.token_ids)

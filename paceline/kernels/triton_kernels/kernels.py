@@ -27,13 +27,13 @@ from paceline.kernels.triton_kernels.tuning import Untuned, gpu_tuner
 
 
 class TritonKernels(ReferenceKernels):
-    """`Kernels` for tensors of one GPU. Rare operations that are bound by memory only are in plain torch.
+    """`Kernels` for tensors of one GPU. Operations that are rare and limited by memory bandwidth are in plain torch.
 
     A row does not depend on other rows of its batch, on how its prompt was cut into chunks, or on drafts. `linear` is
     an exception: the vendor's matrix product may add in another order when the number of rows changes.
 
     Args:
-        batch_invariant: compute `linear` in a kernel of our own, whose order is always the same.
+        batch_invariant: compute `linear` in a kernel of Paceline's own, which always adds in the same order.
 
     Raises:
         ConfigError: `device` is not a GPU. Triton's interpreter allows a CPU instead, for tests.

@@ -1,7 +1,6 @@
-"""The launch of the kernels in which tokens do not depend on each other. `Kernels` describes what each of them
-computes.
+"""The launch of the kernels whose results for a token do not depend on other tokens. `Kernels` describes their results.
 
-A slot below 0 is no slot: padding tokens have it and are not stored.
+A slot below 0 marks a padding token, which is not stored.
 """
 
 from __future__ import annotations
@@ -23,12 +22,14 @@ GATED_CHOICES: tuple[Options, ...] = (
     {"BLOCK": 2048, "num_warps": 8},
     {"BLOCK": 4096, "num_warps": 8},
 )
-"""Only speed depends on the choice, because each element is computed by itself. Kernels with sums have no choice."""
+"""Launch options among which the fastest is chosen. Results do not depend on the choice, because each element is
+computed by itself. Kernels with sums have no choice.
+"""
 _NORM_WARP = 256
-"""Elements of a row for each warp. Another number of warps would add in another order."""
+"""Number of elements of a row for each warp. Another number of warps would add in another order."""
 _MAX_WARPS = 16
 _EXACT = {"enable_fp_fusion": False}
-"""For fused kernels and the kernels that they replace: both must compute the same bits."""
+"""Launch option of fused kernels and of the kernels that they replace, because both must compute the same bits."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:

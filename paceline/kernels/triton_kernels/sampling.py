@@ -16,9 +16,11 @@ from paceline.kernels.triton_kernels.device import sampling as device
 
 _BEST = {"BLOCK": 4096, "num_warps": 8}
 _DRAW = {"BLOCK": 1024, "num_warps": 4, "enable_fp_fusion": False}
-"""Not tuned, because another block size or number of warps would add in another order."""
+"""Launch options of the drawing kernel. They are not tuned, because another block size or number of warps would add in
+another order.
+"""
 _TOKEN = 0
-"""The purpose of the random number; see `paceline.engine.sampler.Purpose`."""
+"""The purpose of the random number: `paceline.engine.sampler.Purpose.TOKEN`."""
 
 
 class TritonChooser:

@@ -3,7 +3,7 @@ one call.
 
 An image has thousands of rows, but a layer has dozens of operations, whose launches take longer than the computation of
 a usual image. Positions are inputs, so images of other shapes with the same number of soft tokens share a recording.
-Nothing is padded: bits are those of the layers without a recording.
+Nothing is padded, so the results have the same bits as without a recording.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from paceline.kernels.encoding import Between, Tower
 from paceline.kernels.triton_kernels.graphs import Record, Recording
 
 MAX_ROWS = 16_384
-"""Largest number of rows of a recorded tower. With more, launches take a small part of the time."""
+"""Largest number of rows of a recorded tower. With more rows, launches take a small part of the time."""
 MAX_GRAPHS = 32
 """Largest number of shapes of inputs that a tower remembers, whether they were recorded or came only once."""
 MAX_KEPT_ROWS = 81_920
-"""Largest number of rows of all recordings of a tower. Each keeps its inputs and results: about 20 MB for 2,520
-patches."""
+"""Largest number of rows of all recordings of a tower. Each recording keeps its inputs and results: about 20 MB for
+2,520 patches.
+"""
 
 
 class TowerGraphs:
-    """A tower with a recording for each number of rows that has come twice. Many numbers come only once.
+    """A tower with a recording for each number of rows that has occurred twice. Many numbers of rows occur only once.
 
     Args:
-        recorder: makes a recorder. All recordings of one share a memory pool and are dropped together.
+        recorder: makes a recorder. All recordings of one recorder share a memory pool and are dropped together.
     """
 
     def __init__(self, tower: Tower, recorder: Callable[[], Record]) -> None:

@@ -1,4 +1,4 @@
-"""Tuning: launch options of a kernel are measured once, and the best ones are kept on the disk."""
+"""Tuning of kernels: launch options of a kernel are measured once, and the fastest options are kept on the disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Tuner:
     """Finds the fastest of several ways to launch a kernel, all of which must give the same bits.
 
     Args:
-        file: file of the results, one for each GPU and version of Triton; None keeps them in this process.
+        file: file of the results for one GPU and version of Triton; None keeps the results in this process only.
         measure: returns the seconds that a launch takes.
     """
 
@@ -33,7 +33,9 @@ class Tuner:
         self._found = self._read()
 
     def best(self, kernel: str, shape: str, choices: Sequence[Options], launch: Callable[[Options], None]) -> Options:
-        """Return the fastest of `choices`. If it is not known yet, launch each many times; skip those that fail."""
+        """Return the fastest of `choices`. If it is not known yet, launch each choice many times, and skip choices that
+        fail.
+        """
         name = f"{kernel} {shape}"
         if self._found.get(name) not in choices:
             seconds = [self._time(launch, options) for options in choices]

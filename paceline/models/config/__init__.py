@@ -87,12 +87,14 @@ _ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"
 
 
 def is_assistant(folder: Path) -> bool:
-    """Return whether a folder has a model that only drafts for another model, whose keys and values it reads."""
+    """Return whether a folder has an assistant: a model that only drafts for another model and reads its keys and
+    values.
+    """
     return _architecture(_read_json(folder / "config.json")) in _ASSISTANTS
 
 
 def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "transformers"]:
-    """Return the code that computes the model of a folder.
+    """Return which code computes the model of a folder: Paceline's own ("native") or the model's ("transformers").
 
     Raises:
         ModelError: config.json cannot be read, or describes a model that only drafts for another.
@@ -107,7 +109,7 @@ def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "tr
 
 
 def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
-    """Return what config.json says of a model, whatever code will compute it.
+    """Return the facts about a model from its config.json, for either code.
 
     Raises:
         ModelError: config.json cannot be read, or describes a model that this code does not compute.
@@ -125,16 +127,16 @@ def read_config(folder: Path) -> ModelConfig:
     """Return the configuration of a Hugging Face model folder.
 
     Raises:
-        ModelError: config.json cannot be read, or describes a model that none of our model files computes.
+        ModelError: config.json cannot be read, or describes a model that no model file of Paceline computes.
     """
     return _read(folder, _READERS)
 
 
 def read_format(folder: Path) -> WeightFormat | None:
-    """Return the format of a folder's quantized matrices; None if it has none.
+    """Return the format of a folder's quantized matrices; None if no matrix is quantized.
 
     Raises:
-        ModelError: config.json cannot be read, or names a format that we do not read.
+        ModelError: config.json cannot be read, or names a format that Paceline does not read.
     """
     raw = _read_json(folder / "config.json")
     nested = raw.get("text_config")
@@ -152,10 +154,10 @@ def weight_form(folder: Path, quantization: Quantization) -> WeightForm:
 
 
 def read_encoders(folder: Path) -> EncodersConfig | None:
-    """Return the configuration of a model's encoders; None if it has none that we compute.
+    """Return the configuration of a model's encoders; None if Paceline computes none of them.
 
     Raises:
-        ModelError: config.json cannot be read, or describes encoders that we do not compute.
+        ModelError: config.json cannot be read, or describes encoders that Paceline does not compute.
     """
     if _architecture(_read_json(folder / "config.json")) not in _ENCODERS:
         return None
@@ -164,7 +166,7 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
 
 
 def encoding_size(folder: Path, model_impl: ModelImpl) -> int:
-    """Return the elements of a row of an encoding; 0 if the model has no encoders that we can use."""
+    """Return the number of elements of a row of an encoding; 0 if the model has no encoders that Paceline can use."""
     if implementation(folder, model_impl) != "native":
         raw = _read_json(folder / "config.json")
         return image_row_size(raw, _architecture(raw))
@@ -178,7 +180,9 @@ def has_native_encoders(folder: Path, model_impl: ModelImpl) -> bool:
 
 
 def read_assistant(folder: Path) -> ModelConfig:
-    """Return the configuration of an assistant; see `is_assistant`. Raises ModelError like `read_config`."""
+    """Return the configuration of an assistant (`is_assistant`). Raises ModelError if config.json cannot be read or is
+    unfit.
+    """
     return _read(folder, dict.fromkeys(_ASSISTANTS, gemma4_assistant))
 
 

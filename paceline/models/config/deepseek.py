@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: attention over latent vectors, and experts."""
+"""The config.json of DeepSeek V2 and V3: attention over latent vectors, and experts."""
 
 from __future__ import annotations
 

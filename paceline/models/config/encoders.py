@@ -1,4 +1,4 @@
-"""The encoders of models that read images, videos or audio."""
+"""The part of config.json about encoders, for models that read images, videos or audio."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("text_config", "vision_config", "audio_config"), dict),
     **dict.fromkeys(("hidden_act", "hidden_activation", "position_embedding_type", "topk_method", "scoring_func"), str),
 }
-"""The types of fields that are not numbers. They may be missing or null."""
+"""The types of fields that are not numbers. These fields may be missing or null."""
 _KIND_NAMES: Mapping[type, str] = {list: "a list", dict: "an object", str: "a text"}
 _MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers"), 1 << 12),
@@ -36,7 +36,9 @@ _MOST_OF_OTHERS = 1 << 20
 
 
 class NotNativeError(ModelError):
-    """Raised if no model file here computes what config.json asks for. Its own code in transformers may do it."""
+    """No model file of Paceline computes the model that config.json describes. The model's own code in transformers may
+    do it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Fields:
         return default if value is None else value
 
     def with_defaults(self, **defaults: Any) -> Fields:
-        """Return the same fields, with each missing one taken from `defaults`. A field that is null is not missing."""
+        """Return the same fields, with missing fields taken from `defaults`. A field that is null is not missing."""
         return Fields({**defaults, **self.raw}, self.architecture)
 
     def changed(self, **values: Any) -> Fields:
@@ -77,13 +79,17 @@ class Fields:
         return None if raw is None else Fields(raw, self.architecture)
 
     def with_rope(self, default: Json) -> Fields:
-        """Return the same fields, with `default` as `rope_parameters` if none are given in the style of any version."""
+        """Return the same fields, with `default` as `rope_parameters` if config.json has no rotary parameters of any
+        version's style.
+        """
         if self.raw.get("rope_parameters") is not None or self.raw.get("rope_scaling"):
             return self
         return self.changed(rope_parameters=default)
 
     def size(self, name: str, default: int | None = None) -> int:
-        """Return a positive whole number. Raises ModelError if the field has another value, or has none at all."""
+        """Return a positive whole number; `default` if the field is missing. Raises ModelError for any other value, or
+        without a value.
+        """
         value = self.get(name, default)
         if value is None:
             raise ModelError(f"{name} is missing")
@@ -145,11 +151,12 @@ class Fields:
         return known[value]
 
     def rope(self, default_theta: float, max_position: int, head_dim: int = 0, part: float = 1.0) -> Rope:
-        """Return the rotary embedding of a model that has one for all layers, in the style of any transformers.
+        """Return the rotary embedding of a model that has one for all layers. Fields of all versions of transformers
+        are read.
 
         Args:
-            head_dim: see `read_rope`.
-            part: the part of a head that is rotated by default.
+            head_dim: size of a head of which only a part may be rotated; 0 if the architecture rotates whole heads.
+            part: share of a head's dimensions that are rotated if config.json does not say it, from 0 to 1.
         """
         part = self.number("partial_rotary_factor", part)
         parameters = {"partial_rotary_factor": part, **self.rope_parameters()}
@@ -158,7 +165,8 @@ class Fields:
     def rope_parameters(self) -> Json:
         """Return `rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of transformers 4 in one.
 
-        If both are given, `rope_scaling` counts, as in transformers: cards of models ask to add it for long contexts.
+        If both are given, `rope_scaling` takes precedence, as in transformers: model cards ask users to add it for long
+        contexts.
         """
         found: Json = self.raw.get("rope_scaling") or self.raw.get("rope_parameters") or {}
         outer = self.raw.get("original_max_position_embeddings")
@@ -166,7 +174,9 @@ class Fields:
         return {"rope_theta": self.raw.get("rope_theta"), **found, **original}
 
     def refuse_unsupported(self) -> None:
-        """Raise ModelError if a field that any architecture may have asks for something that no model here does."""
+        """Raise ModelError if a field that every architecture may have asks for something that no model file
+        supports.
+        """
         for name, kind in _KINDS.items():
             value = self.raw.get(name)
             if value is not None and not isinstance(value, kind):

@@ -1,4 +1,4 @@
-"""The text models of Gemma 3."""
+"""The config.json of the text models of Gemma 3."""
 
 from __future__ import annotations
 

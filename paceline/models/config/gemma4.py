@@ -1,4 +1,4 @@
-"""The text models of Gemma 4, alone or as a part of a model for several media."""
+"""The config.json of the text models of Gemma 4, alone or as a part of a model for several media."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The assistants of Gemma 4, which draft tokens and have a model for text without keys and values."""
+"""The assistants of Gemma 4, which draft tokens with a text model that has no keys and values of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-OSS."""
+"""The config.json of GPT-OSS."""
 
 from __future__ import annotations
 

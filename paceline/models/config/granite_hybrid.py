@@ -1,4 +1,4 @@
-"""The hybrid models of Granite 4: Mamba-2 and attention, with or without experts."""
+"""The config.json of the hybrid models of Granite 4: Mamba-2 and attention, with or without experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def granite_experts(fields: Fields, shared_size: int) -> Experts:
 
 
 def granite_scale(fields: Fields, head_dim: int) -> float:
-    """Return the factor on attention scores. If config.json says null, attention has its usual factor."""
+    """Return the factor on attention scores. If config.json has null, this is the usual factor, head_dim ** -0.5."""
     is_null = "attention_multiplier" in fields.raw and fields.raw["attention_multiplier"] is None
     return head_dim**-0.5 if is_null else fields.number("attention_multiplier", 1.0)
 

@@ -1,4 +1,4 @@
-"""The models of Granite 3 with experts."""
+"""The config.json of the models of Granite 3 with experts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def with_grids(config: ModelConfig, text: Fields, default: Sequence[int]) -> Mod
 
     Args:
         text: the fields of the text model.
-        default: the pairs of a head's dimensions for frames, rows and columns, if the fields do not say.
+        default: numbers of pairs of dimensions for frames, rows and columns, if the fields have none.
 
     Raises ModelError, or NotNativeError if the sections lie side by side.
     """

@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, SmolLM3 and others with Llama's layers."""
+"""The config.json of Llama 2 and 3, SmolLM2, SmolLM3 and other models with Llama's layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def llama_like(
 ) -> ModelConfig:
     """Return the configuration of a model that has Llama's layers, some of which may attend to a window.
 
-    bias, output_bias: see `AttentionConfig`.
+    bias, output_bias: values of these fields of `AttentionConfig`.
     """
     heads = fields.size("num_attention_heads")
     head_dim = fields.size("head_dim", fields.size("hidden_size") // heads)

@@ -1,4 +1,4 @@
-"""Mistral and Ministral."""
+"""The config.json of Mistral and Ministral."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtral."""
+"""The config.json of Mixtral."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dense text models of Qwen 2, 2.5 and 3."""
+"""The config.json of the dense text models of Qwen 2, 2.5 and 3."""
 
 from __future__ import annotations
 

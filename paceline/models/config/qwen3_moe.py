@@ -1,4 +1,4 @@
-"""The models of Qwen 3 with experts."""
+"""The config.json of the models of Qwen 3 with experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Qwen3-Next, and the text models of Qwen 3.5: gated delta nets and attention, with or without experts."""
+"""The config.json of Qwen3-Next and the text models of Qwen 3.5: gated delta nets and attention, with or without
+experts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text models of Qwen 3-VL."""
+"""The config.json of the text models of Qwen 3-VL."""
 
 from __future__ import annotations
 

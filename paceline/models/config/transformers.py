@@ -16,16 +16,16 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """The facts of a model that runs in its own code; see `ModelFacts`."""
+    """The `ModelFacts` of a model that runs in its own code."""
 
     architecture: str
     vocab_size: int
-    """0 if config.json does not say it; after loading it is known."""
+    """Number of token ids; 0 if config.json does not say it. After loading it is known."""
     max_position: int
-    """0 if config.json does not say it; after loading it is known."""
+    """Number of tokens of the longest context; 0 if config.json does not say it. After loading it is known."""
     dtype: str
     whole_media: frozenset[MediaKind] = frozenset()
-    """Empty: tokens of an image see only the tokens before them."""
+    """Empty, because tokens of an image see only the tokens before them."""
     has_grids: bool = False
 
 

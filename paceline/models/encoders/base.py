@@ -18,12 +18,12 @@ class Encoder(Protocol):
     """An encoder of images and frames, or of audio."""
 
     takes: torch.dtype
-    """The dtype of its input."""
+    """The dtype of the encoder's input."""
 
     def rows(self, shape: Sequence[int]) -> int:
         """Return the number of rows of the encoding of an input of this shape.
 
-        Raises InvalidRequestError if there is no such input.
+        Raises InvalidRequestError if the encoder takes no input of this shape.
         """
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
@@ -35,8 +35,8 @@ class Encoders:
 
     Args:
         row_size: elements of a row of an encoding.
-        dtype: of encodings.
-        device: of encodings; inputs are on the CPU.
+        dtype: dtype of encodings.
+        device: device of encodings; inputs are on the CPU.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Encoders:
         self.dtype = dtype
 
     def rows(self, kind: MediaKind, shape: Sequence[int]) -> int:
-        """Return the number of rows that the encoding of such an input has, which is the number of its placeholder
-        tokens.
+        """Return the number of rows of the encoding of an input of this kind and shape. Its prompt has as many
+        placeholder tokens.
 
         Raises InvalidRequestError if the model has no encoder of this kind, or it takes no input of this shape.
         """
@@ -61,12 +61,12 @@ class Encoders:
         """Compute the encoding of a media input: [rows, row_size] in `dtype`, on the encoders' device.
 
         Args:
-            tensor: on the CPU. An image or a frame is uint8 [height, width, 3]; if the model's encoder reads several
-                frames at once, they are [frames, height, width, 3]. Audio is fp32: log-mel features [frames, features],
-                or samples [samples], as the model's encoder takes it.
-            between: is called before each piece of the work.
+            tensor: the input, on the CPU. An image or a frame is uint8 [height, width, 3]; if the model's encoder reads
+                several frames at once, they are [frames, height, width, 3]. Audio is fp32: log-mel features [frames,
+                features], or samples [samples], as the model's encoder takes it.
+            between: called before each piece of the work.
 
-        Raises InvalidRequestError like `rows`, or if the dtype is another one.
+        Raises InvalidRequestError if no encoder of the model takes an input of this kind, shape and dtype.
         """
         encoder = self._encoder(kind)
         encoder.rows(tensor.shape)

@@ -18,7 +18,7 @@ def media_place(weights: Weights, tensor: str, *names: str) -> str:
 
     Args:
         tensor: the name of any tensor of this part, after the prefix.
-        names: names that the part may have; checkpoints have them with and without "model." in front.
+        names: names that the part may have, without "model.", which some checkpoints have in front.
     """
     places = [f"{outer}{name}" for name in names for outer in ("model.", "")]
     return next((place for place in places if weights.has(f"{place}.{tensor}")), places[0])
@@ -75,7 +75,7 @@ def pool(x: Tensor, columns: int, side: int) -> Tensor:
 
     Args:
         x: [patches, size].
-        columns: patches of a row.
+        columns: number of patches in a row.
 
     Returns:
         fp32 [squares, size]. Sums of many patches may be too large for fp16.
@@ -100,7 +100,7 @@ class LayerNorm:
 
 
 class ClippedLinear:
-    """A linear layer whose inputs and outputs have bounds, which the checkpoint has beside its weight."""
+    """A linear layer that clips its inputs and outputs to bounds, which the checkpoint has beside the weight."""
 
     def __init__(
         self,
@@ -129,7 +129,9 @@ def tower_linear(
     kernels: Kernels,
     order: Sequence[int] | None = None,
 ) -> ClippedLinear | Linear:
-    """Take a linear layer of Gemma 4's towers, which have bounds in some models. See `Linear.take`."""
+    """Take a linear layer of one of Gemma 4's towers, with the arguments of `Linear.take`; `clipped` if it has
+    bounds.
+    """
     if clipped:
         return ClippedLinear(weights, place, size_in, size_out, kernels, order)
     return Linear.take(weights, f"{place}.linear", size_in, size_out, False, kernels, order)
@@ -141,7 +143,7 @@ class Projection:
     The norm is in fp32, because elements may be too large for fp16 before it.
 
     Args:
-        names: names that the part may have; see `media_place`.
+        names: names that the part may have, as for `media_place`.
     """
 
     def __init__(

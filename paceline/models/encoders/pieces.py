@@ -13,8 +13,9 @@ PIECE_ROWS = 256
 """Largest number of rows of a piece on a CPU. The products of matrices with more rows would take longer than a step of
 decode, which runs on the same cores."""
 PIECE_PAIRS = 1 << 20
-"""Largest number of pairs of a query and a key in a piece. It makes a difference for images of more than 4,096
-patches."""
+"""Largest number of pairs of a query and a key in a piece. It makes pieces smaller for images of more than 4,096
+patches.
+"""
 _LEAST_ROWS = 16
 
 
@@ -22,11 +23,12 @@ class Pieces:
     """Runs an encoder's operations on some rows at a time.
 
     Other work can have the thread and the cores between two pieces. Without this, one layer of a large image could take
-    a minute, and the worker would seem to hang. On a GPU nobody waits for the end of a piece, so all rows are one.
+    a minute, and the worker would seem to hang. On a GPU no thread waits for the end of a piece, so all rows are one
+    piece.
 
     Args:
         between: called before each piece.
-        device: computes.
+        device: device that computes.
     """
 
     def __init__(self, between: Between, device: torch.device) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PER_WORD = 8
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The nibble of a word that has column i of eight, in the layout gemm."""
+"""For each column i of eight, the index of its 4 bits in a word, in the layout gemm."""
 
 
 class Awq:

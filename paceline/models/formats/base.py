@@ -18,7 +18,7 @@ FLOAT8 = ("F8_E4M3",)
 BYTES = ("U8",)
 
 ANY = -1
-"""The size of a stored tensor of one dimension that only the tensors themselves say."""
+"""Marks the size of a stored tensor of one dimension that is known only from the file."""
 
 
 class StoredTensor(NamedTuple):
@@ -26,10 +26,11 @@ class StoredTensor(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """The shape that it must have. One number, (1,), may also be stored without a dimension. (ANY,) may have any size.
+    """The shape that the tensor must have. A tensor of shape (1,) may also be stored without a dimension. (ANY,) allows
+    any size.
     """
     dtypes: tuple[str, ...]
-    """The dtypes that it may have, as the headers of safetensors files name them."""
+    """The dtypes that the tensor may have, by their names in headers of safetensors files."""
     is_optional: bool = False
 
 
@@ -38,29 +39,31 @@ class Codes(NamedTuple):
     scales."""
 
     values: Tensor
-    """int8 [out, in]; see `QuantizedMatrix`."""
+    """int8 [out, in], as `QuantizedMatrix.values`."""
     scales: Tensor
     """[out, groups], fp16, bf16 or fp32. All groups have `group` values along `in`, but the last may have fewer."""
     offsets: Tensor | None
     """fp32, in the shape of the scales; None if weights have no offset. fp32 scales never have offsets."""
     bits: int
-    """4 or 8."""
+    """Bits of each value: 4 or 8."""
     group: int
-    """Values along `in` that share a scale: 16, or a multiple of 32."""
+    """Number of values along `in` that share a scale: 16, or a multiple of 32."""
 
 
 class WeightFormat(Protocol):
-    """How a checkpoint stores its quantized matrices. A matrix without a tensor of `marks` is not quantized."""
+    """The way in which a checkpoint stores its quantized matrices. A matrix without a tensor of `marks` is not
+    quantized.
+    """
 
     name: ClassVar[str]
-    """The format in a few words, for people."""
+    """Name of the format in a few words, for messages."""
     marks: ClassVar[Sequence[str]]
     """Ends of tensors' names. A quantized matrix has one of these tensors, and no other matrix has any."""
     unread: ClassVar[Sequence[str]]
     """Ends of the names of tensors that are not read, such as scales of activations."""
 
     def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
-        """Return the tensors of a matrix [out, in], by a name for `decode`.
+        """Return the tensors that the file has for a matrix [out, in], by the names that `decode` expects.
 
         Args:
             matrix: the name of the matrix without its end ".weight".
@@ -73,7 +76,7 @@ class WeightFormat(Protocol):
         """Return the number of weights that one element of a tensor of this name and dtype holds."""
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
-        """Return a matrix, as whole numbers if kernels can read these, else as a tensor [out, in] of any float dtype.
+        """Return a matrix: as whole numbers if kernels can read them, else as a tensor [out, in] of any float dtype.
 
         Raises:
             ModelError: the tensors contradict each other.
@@ -86,7 +89,7 @@ def refuse(name: str, what: str) -> ModelError:
 
 
 def count_field(config: Json, name: str, field: str, default: int | None = None) -> int:
-    """Return a whole number of a format's config. Raises ModelError if it is none."""
+    """Return a whole number of a format's config. Raises ModelError if the field is not a whole number."""
     value = config.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise refuse(name, f"but {field} is {value!r:.40}, not a whole number")
@@ -97,7 +100,7 @@ def groups_of(name: str, group_size: int, size_in: int) -> tuple[int, int]:
     """Return the values of one group, and the number of groups, of a row with `size_in` values.
 
     Args:
-        group_size: as the format's config says it: -1 means one group for each row.
+        group_size: the number in the format's config; -1 means one group for each row.
     """
     if group_size == -1:
         return -(-size_in // 32) * 32, 1
@@ -107,7 +110,9 @@ def groups_of(name: str, group_size: int, size_in: int) -> tuple[int, int]:
 
 
 def object_field(config: Json, name: str, field: str) -> Json:
-    """Return an object of a format's config; empty if it is missing or null. Raises ModelError if it is none."""
+    """Return an object of a format's config; empty if the field is missing or null. Raises ModelError if it is not an
+    object.
+    """
     value = config.get(field) or {}
     if not isinstance(value, Mapping):
         raise refuse(name, f"but {field} is {value!r:.40}, not an object")
@@ -115,13 +120,15 @@ def object_field(config: Json, name: str, field: str) -> Json:
 
 
 def is_in_order(groups_of_inputs: Tensor, group: int) -> bool:
-    """Return whether input i belongs to group i // group. Some writers store only zeros if this is so."""
+    """Return whether each input i belongs to group i // group, or all entries are 0, as some writers store this
+    order.
+    """
     in_order = groups_of_inputs.new_tensor(range(len(groups_of_inputs))) // group
     return bool((groups_of_inputs == in_order).all() or (groups_of_inputs == 0).all())
 
 
 def checked_groups(name: str, tensor: str, groups_of_inputs: Tensor, groups: int) -> Tensor:
-    """Return the group of each input, int64 [in]. Raises ModelError if there is no such group."""
+    """Return the group of each input, int64 [in]. Raises ModelError if a number is not that of a group."""
     if int(groups_of_inputs.min()) < 0 or int(groups_of_inputs.max()) >= groups:
         raise refuse(name, f"but {tensor} names groups outside of 0 to {groups - 1}")
     return groups_of_inputs.long()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _NAME = "compressed-tensors"
 _PATTERN = "re:"
-"""Beginning of a target that is a regular expression."""
+"""Prefix that marks a target as a regular expression."""
 _OF_SCALES = (".weight_scale", ".weight_global_scale", ".weight_zero_point", ".weight_g_idx", ".weight_shape")
 """Ends of the names of tensors that hold no weights."""
 
@@ -228,7 +228,7 @@ class _RowScales:
         self._group_size = count_field(weights, _NAME, "group_size") if strategy == "group" else -1
 
     def groups(self, size_in: int) -> tuple[int, int]:
-        """Return the values of a group, and the number of groups of a row."""
+        """Return the number of values of a group, and the number of groups of a row."""
         return groups_of(_NAME, self._group_size, size_in)
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ONES = {4: 0x11111111, 8: 0x01010101}
-"""A word with one in each code."""
+"""For each number of bits, a word of 32 bits whose codes are all 1."""
 
 
 class Gptq:

@@ -55,7 +55,7 @@ def decode_mxfp4(packed: Tensor, scales: Tensor, size_in: int) -> Codes:
 
 
 def floats_of_4_bits(packed: Tensor, size_in: int) -> Tensor:
-    """Return the numbers of codes of E2M1, fp32 [out, size_in]. See `decode_mxfp4`."""
+    """Return the numbers that codes of E2M1 stand for, fp32 [out, size_in]. `packed` is as for `decode_mxfp4`."""
     return _doubled(packed)[:, :size_in].float() / 2
 
 

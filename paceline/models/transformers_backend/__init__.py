@@ -1,1 +1,3 @@
-"""Models that run through their own code in `transformers`, with our attention over paged caches in place of theirs."""
+"""Models that run in their own code in `transformers`, with Paceline's attention over paged caches in place of their
+own.
+"""

@@ -1,4 +1,4 @@
-"""The attention that `transformers` calls in its models: it stores keys and values to pages, and attends over them.
+"""The attention that `transformers` calls in its models: it stores keys and values in KV blocks, and attends over them.
 
 `transformers` finds attention and masks by a name in registries of its process. The registered functions keep no state:
 everything that belongs to one model is in its `PagedAttention`, which each of the model's modules knows.
@@ -21,7 +21,7 @@ from paceline.kernels.caches import LayerCache
 from paceline.kernels.interface import Kernels
 
 NAME = "paceline"
-"""Our name in the registries of `transformers`."""
+"""Paceline's name in the registries of `transformers`."""
 
 _OWNER = "_paceline_attention"
 """The attribute of a module that holds the `PagedAttention` of its model."""
@@ -29,7 +29,9 @@ _OWNER = "_paceline_attention"
 _NEUTRAL = frozenset(
     {"dropout", "sliding_window", "is_causal", "position_ids", "cache_position", "position_embeddings"}
 )
-"""Arguments of attention calls that we do not read: masks and modules say the same, or the result may ignore them."""
+"""Arguments of attention calls that are not read, because masks and modules have the same values, or because the result
+does not depend on them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Mask:
     """Whether a query attends to a key: (batch, head, query position, key position) -> bool, elementwise."""
 
     def window(self, max_position: int) -> int:
-        """Return the tokens that a query attends to, itself included; 0 for all.
+        """Return the number of tokens to which a query attends, itself included; 0 for all tokens before it.
 
         Raises:
             ModelError: the mask is neither causal nor causal with a window.
@@ -74,7 +76,7 @@ class AttentionCall:
     scale: float
     softcap: float
     sinks: Tensor | None
-    """[heads]: see `Kernels.attention`."""
+    """[heads]: the argument of `Kernels.attention`; None without sinks."""
 
     @property
     def head_dim(self) -> int:
@@ -83,7 +85,9 @@ class AttentionCall:
 
 
 class PagedAttention:
-    """The attention of one model. It watches calls on a dry run, and computes over caches in a step."""
+    """The attention of one model. In a dry run it collects the calls of attention; in a step it computes over
+    caches.
+    """
 
     def __init__(self, root: nn.Module, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -138,7 +142,7 @@ def _rows(x: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def register() -> None:
-    """Make our attention and masks known to `transformers`. It may be called many times."""
+    """Register Paceline's attention and masks in `transformers`. This may be called many times."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, _attention)

@@ -51,7 +51,7 @@ class ImageTower:
     """The encoder of images, which all have one size and one number of rows.
 
     Args:
-        core: has `get_image_features`.
+        core: the module that has `get_image_features`.
         settings: the values of preprocessor_config.json.
 
     Raises ModelError if rows do not have the form of the text model's hidden states, or if the settings do not say how

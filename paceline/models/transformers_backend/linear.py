@@ -1,4 +1,4 @@
-"""Modules that compute the matrix products of a `transformers` model with our kernels."""
+"""Modules that compute the matrix products of a `transformers` model with Paceline's kernels."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def load_transformers(
     quantization: Quantization,
     trust_remote_code: bool,
 ) -> TransformersModel:
-    """Load a model in its own code; see `load_model`."""
+    """Load a model in its own code. Arguments and errors are those of `load_model`."""
     if quantization == "gguf":
         raise ConfigError("--quantization gguf needs a native model (--model-impl); choose int8 or none")
 

@@ -1,4 +1,6 @@
-"""The loading of a model's own code and weights by `transformers`, and the refusal of models that it cannot give us."""
+"""The loading of a model's own code and weights by `transformers`, and the refusal of models that cannot be served
+so.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +71,9 @@ def check_config(folder: Path, trust_remote_code: bool) -> None:
 
 
 def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """Return the `PreTrainedModel` of a folder, with our attention in its text model.
+    """Return the `PreTrainedModel` of a folder, with Paceline's attention in its text model.
 
-    Its weights are mapped if they have this dtype.
+    The weights are mapped from the files if they have this dtype.
 
     Raises:
         ModelError: `transformers` has no causal model of this kind or cannot load it, or weights do not fit it.
@@ -133,12 +135,12 @@ def _check_dtypes(files: Iterable[Path], unused: Container[str]) -> None:
 
 
 def reads_images(config: Any) -> bool:
-    """Return whether the model of a config has an encoder of images that we use."""
+    """Return whether the model of a config has an encoder of images that Paceline can use."""
     return _name(config) in IMAGE_ARCHITECTURES
 
 
 def longest_context(config: Any) -> int:
-    """Return the tokens of the longest context for which the model computes every token in the same way.
+    """Return the number of tokens of the longest context for which the model computes every token in the same way.
 
     Raises:
         ModelError: config.json does not say how long contexts may be.

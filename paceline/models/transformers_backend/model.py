@@ -1,4 +1,4 @@
-"""`Model` for the causal models of `transformers` that have no file here."""
+"""`Model` for the causal models of `transformers` that have no model file in Paceline."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _PROBE_TOKENS = 4
 
 
 class TransformersModel:
-    """A causal model in its own code; see `Model`. `prepare` must be called before the first step.
+    """A `Model` for a causal model in its own code. `prepare` must be called before the first step.
 
     Args:
-        pack: packs the matrices of linear layers. All else stays in torch.
+        pack: packs the matrices of linear layers. All other parts stay in torch.
 
     Raises:
         ConfigError: `transformers` is not installed.
@@ -77,7 +77,7 @@ class TransformersModel:
         """Find the layers, their KV groups and the head by running the model on a few tokens, and test the result.
 
         Raises:
-            ModelError: the model does something that our attention cannot do.
+            ModelError: the model does something that Paceline's attention cannot do.
         """
         try:
             with torch.inference_mode(), self._device, foreign_code("its code does not work with our attention"):

@@ -1,4 +1,6 @@
-"""A test of a loaded model: our attention in chunks and mixed batches gives what its own gives for a whole context."""
+"""A test of a loaded model: Paceline's attention, in chunks and mixed batches, must give the results of the model's own
+attention over a whole context.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from paceline.kernels.interface import ForwardInputs
 from paceline.models.base import Model
 
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-3, torch.bfloat16: 0.1}
-"""Most that hidden states may differ, relative to their size. Wrong attention and lost states differ by far more."""
+"""Largest difference of hidden states that is accepted, relative to their size. Wrong attention and lost states differ
+by far more.
+"""
 _CHUNKS = ((0, 5), (5, 6), (6, BASE_TOKENS))
 """The chunks in which two contexts are computed together."""
 
@@ -24,14 +28,14 @@ _CHUNKS = ((0, 5), (5, 6), (6, BASE_TOKENS))
 def check_results(model: Model, own_hidden: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
     """Compare a model's hidden states over paged caches with its hidden states under its own attention.
 
-    This finds faults that no other check refuses: states besides keys and values, positions that count differently,
-    biases of attention scores, and tokens that see later ones or those of other requests.
+    This finds faults that no other check finds: states besides keys and values, positions that count differently,
+    biases of attention scores, and tokens that see later tokens or tokens of other requests.
 
     Args:
         own_hidden: computes the hidden states [tokens, hidden] of one context [tokens].
 
     Raises:
-        ModelError: they differ.
+        ModelError: the hidden states differ by more than the tolerance.
     """
     vocab_size = model.config.vocab_size
     contexts = [(torch.arange(BASE_TOKENS) * step + 3) % vocab_size for step in (7, 11)]

@@ -16,11 +16,11 @@ from paceline.models.transformers_backend.attention import AttentionCall
 _LAYER = re.compile(r"(.+?)\.(\d+)(?:\.|$)")
 """The name of a module within a layer: the list of layers, and the layer's index in it."""
 _TOKENWISE = re.compile("Norm|Mlp|MLP|MoE|Moe|Experts|FeedForward|Dropout")
-"""Classes of parts that compute each token by itself, by their names."""
+"""Names of the classes of modules that compute each token by itself."""
 
 
 def find_decoder(causal: nn.Module, calls: Sequence[AttentionCall]) -> tuple[str, Any]:
-    """Return the name of the decoder in a causal model, and the decoder: all between token ids and the head.
+    """Return the name of the decoder in a causal model, and the decoder: everything between the token ids and the head.
 
     Args:
         calls: the attention calls of a forward pass of the whole model.

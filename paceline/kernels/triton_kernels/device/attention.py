@@ -22,7 +22,7 @@ import triton.language as tl
 from paceline.kernels.triton_kernels.device.arithmetic import dot, tanh
 
 _PACKED = ["query_start", "context_len", "tiles"]
-"""Parts of one tensor, which begin at any address. A kernel is compiled once for all alignments."""
+"""Arguments that are parts of one tensor and begin at any address. The kernel is compiled once for all alignments."""
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PACKED)
@@ -62,11 +62,11 @@ def attend(
     APART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute attention. Write out [tokens, heads, HEAD_DIM]. Grid: (tiles, kv_heads).
+    """Compute attention and write the result to out [tokens, heads, HEAD_DIM]. Grid: (tiles, kv_heads).
 
     With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
-    HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits), where split 0 is the first that the tile sees.
-    With AHEAD, a query sees keys up to last_keys, int64 [tokens]. Otherwise it sees none after its own.
+    HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits). Split 0 is the first split that the tile sees.
+    With AHEAD, a query sees keys up to last_keys, int64 [tokens]. Otherwise it sees no key after its own.
     """
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -149,7 +149,7 @@ def combine(
     SINKS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Merge the states of one row. Grid: (tiles, kv_heads, most rows of a tile)."""
+    """Merge the states of all splits of one row. Grid: (tiles, kv_heads, largest number of rows of a tile)."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
     tile = tiles + 3 * tl.program_id(0)
     request, first_row = tl.load(tile), tl.load(tile + 1)

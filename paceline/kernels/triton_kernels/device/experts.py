@@ -23,11 +23,11 @@ def sort_pairs(
     """Sort pairs of a token and one of its experts by expert. Grid: (experts); each program places its expert's pairs.
 
     Args:
-        order, starts, tile_ends: results; see `expert_products`.
+        order, starts, tile_ends: results, which are the arguments of `expert_products`.
         ids: int64 [pairs]: the expert of each pair.
         BINS: a power of two above EXPERTS.
-        ROWS: rows of a tile.
-        BLOCK: pairs that are read at a time.
+        ROWS: number of rows of a tile.
+        BLOCK: number of pairs that are read at a time.
     """
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)

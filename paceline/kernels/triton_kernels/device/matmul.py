@@ -30,7 +30,7 @@ def matmul(
 ):
     """Compute out [tokens, SIZE_OUT] = x [tokens, SIZE_IN] @ weight [SIZE_OUT, SIZE_IN].T + bias in tiles of one shape.
 
-    One program takes each sum, in order of the input dimension. Grid: (tiles of rows, tiles of columns), so that
+    One program computes each sum, in the order of the input dimension. Grid: (tiles of rows, tiles of columns), so that
     programs that run at the same time share a part of the weight.
 
     With a third dimension of the grid, the heads, each head has vectors [tokens, SIZE_IN] and a weight of its own, and

@@ -1,4 +1,4 @@
-"""Kernels in which tokens do not depend on each other. All compute in fp32.
+"""Kernels whose results for a token do not depend on other tokens. All compute in fp32.
 
 A fused kernel gives the same bits as the kernels that it replaces. So the fused kernel and these call the same
 functions, take a sum over the same vector with the same number of warps, and round intermediate values as if they had
