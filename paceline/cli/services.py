@@ -36,9 +36,9 @@ class Service:
     arguments: str
     summary: str
     extra: str
-    """The pip extra with its dependencies."""
+    """The pip extra with the dependencies of the service."""
     role: str = ""
-    """The role in which a worker for text starts."""
+    """The role in which a worker for text starts; "" for all other services."""
 
 
 SERVICES = {

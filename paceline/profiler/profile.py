@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.25
 
 
 class Lifetimes(NamedTuple):
-    """Times of a worker, in seconds."""
+    """The times that a worker needs to start and to drain, in seconds."""
 
     startup: float = 60.0
     drain: float = 30.0

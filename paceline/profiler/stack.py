@@ -45,10 +45,9 @@ class Facts:
     max_model_len: int
     numerics: str
     workers: dict[str, int]
-    """Ready workers by role."""
+    """Number of ready workers by role."""
     max_seqs: int
-    """Largest number of sequences that a decode worker runs at the same time: the smallest number over all decode
-    workers."""
+    """Sequences that every decode worker can run at the same time: the smallest limit of all decode workers."""
     max_batched_tokens: int
     takes_turns: bool
     itl_target_seconds: float
@@ -141,7 +140,7 @@ class ProfiledStack:
         return self._source.choices(_IDS, k=tokens)
 
     def ask(self, prompt: list[int] | str, tokens: int) -> ProfiledAnswer:
-        """Return the answer of `tokens` tokens to a prompt. Raises the errors of `GatewayClient.send`."""
+        """Send a prompt and return its answer of `tokens` tokens. Raises the errors of `GatewayClient.send`."""
         name = f"profile-{self._source.getrandbits(48):x}-{next(self._ids)}"
         body = {
             "model": self.model,
@@ -172,5 +171,5 @@ class ProfiledStack:
             return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
 
     def scale(self, targets: dict[str, int] | None = None) -> dict[str, Any]:
-        """Set numbers of workers, and return the state of all roles."""
+        """Set the numbers of workers by role, and return the state of all roles. None sets nothing."""
         return self._gateway.fetch_fleet("/fleet/scale", targets, seconds=60.0)
