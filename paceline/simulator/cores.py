@@ -40,7 +40,7 @@ class CoreUser(Protocol):
         """Whether a step is under way."""
 
     def wake(self) -> None:
-        """Begin a step, if the worker may."""
+        """Begin a step if the worker may compute now."""
 
 
 class Cores:
@@ -62,10 +62,10 @@ class Cores:
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
         self._unwanted_at = 0.0
-        """When prefill last had no work."""
+        """Instant at which prefill last had no work."""
 
     def enter(self, worker: CoreUser) -> None:
-        """Note a worker of this host."""
+        """Add a worker of this host to those that take turns."""
         if worker not in self._workers:
             self._workers.append(worker)
 
@@ -80,7 +80,7 @@ class Cores:
         return worker.role == "decode" and any(other.has_work for other in self._of("prefill"))
 
     def admit(self, done: Callable[[], object]) -> None:
-        """Let the time of an admission pass, which is longer while others are under way. Then call `done`."""
+        """Wait for the time of an admission, which is longer while other admissions are under way. Then call `done`."""
         if self.turns.admission:
             self._admissions.add(self.turns.admission, done)
         else:

@@ -51,7 +51,7 @@ class _Table(BaseModel):
 
 
 class Uniform(_Table):
-    """Any value between two is equally likely."""
+    """A uniform distribution: every value from `least` to `most` is equally likely."""
 
     least: Positive
     most: Positive
@@ -67,7 +67,7 @@ class Uniform(_Table):
 
 
 class Skewed(_Table):
-    """Values with a long tail: their logarithms have a normal distribution."""
+    """A log-normal distribution, which has a long tail, given by its median and its 99th percentile."""
 
     median: Positive
     p99: Positive
@@ -102,11 +102,11 @@ class ArrivalPattern(_Table):
 
     process: Literal["poisson", "even", "bursts"] = "poisson"
     rate: Positive | None = None
-    """Conversations per second."""
+    """Conversations that begin per second; None if `schedule` is given."""
     schedule: tuple[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], ...] = ()
-    """(second, conversations per second from then on), in order; instead of `rate`."""
+    """Pairs (second, conversations per second from then on), in order; empty if `rate` is given."""
     burst: int = Field(default=1, ge=1)
-    """Conversations that begin at once."""
+    """Number of conversations that begin at the same instant; above 1 only for bursts."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -141,7 +141,7 @@ class Prefix(_Table):
 
 
 class RequestKind(_Table):
-    """One kind of conversation."""
+    """One kind of conversation, and its share of all conversations."""
 
     group: str = Field(default="", alias="class")
     key: str = ""
@@ -155,7 +155,7 @@ class RequestKind(_Table):
 
 
 class DescribedLoad(_Table):
-    """A load. Equal descriptions make equal requests."""
+    """A load, described by its arrivals and its kinds of requests. Equal descriptions make equal requests."""
 
     seconds: Positive
     """Time during which conversations begin, in seconds."""

@@ -20,7 +20,7 @@ from paceline.simulator.steps import Kit
 from paceline.simulator.worker import Role, SimulatedWorker
 
 FLIP_SECONDS = 1.0
-"""Time for an idle worker to take its other role, in seconds. Its weights stay."""
+"""Time that an idle worker takes to change its role, in seconds. It keeps its weights."""
 
 _SLICES = 10
 """Number of groups of workers whose heartbeats come one after another."""
@@ -30,7 +30,7 @@ class SimulatedFleet:
     """Owns workers and hosts.
 
     Args:
-        goes_on: function that returns whether there is more to simulate. When it returns False, heartbeats end.
+        goes_on: returns whether the simulation has more to do. When it returns False, heartbeats end.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class SimulatedFleet:
             self._events.after(self._scenario.hint_seconds, self._publish)
 
     def pay(self) -> None:
-        """Add up costs until now."""
+        """Add the costs since the last call to the totals."""
         seconds, self._paid_until = self._events.now - self._paid_until, self._events.now
         if seconds:
             devices, hourly_cost = self.expenses()
@@ -205,7 +205,7 @@ class SimulatedFleet:
             self.cost += seconds * hourly_cost / 3600
 
     def expenses(self) -> tuple[float, float]:
-        """Return the number of devices that all workers occupy, and their cost for an hour."""
+        """Return the number of devices that all workers occupy, and the cost of these devices for an hour."""
         devices = [(self._devices(worker), worker.kit.times.hourly_cost) for worker in self.workers.values()]
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 

@@ -29,14 +29,14 @@ from paceline.simulator.waiting_queue import WaitingQueue
 from paceline.simulator.worker import SimulatedWorker
 
 MOST_REFUSALS = 16
-"""Number of workers that refuse a request in a row before it waits. A real gateway would ask all others first. In a
-full fleet, asking them changes nothing, but takes time.
+"""Number of workers that refuse a request in a row before the request waits. A real gateway would ask all other workers
+first. In a full fleet, asking them changes nothing, but takes time.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The options of `paceline gateway` that matter here, and the number of retries by clients."""
+    """The options of `paceline gateway` that affect a simulation, and the number of retries by clients."""
 
     queue_seconds: float = 60.0
     max_waiting: int = 256
@@ -51,7 +51,7 @@ class SimulatedGateway:
     """Places requests on workers, and refuses those that would wait too long.
 
     Args:
-        seed: decides all delays.
+        seed: seed of all random delays.
         on_over: called when a request has ended or was refused.
         on_steps: called after steps of a worker.
     """
@@ -128,7 +128,8 @@ class SimulatedGateway:
         """Receive a request of a trace.
 
         Args:
-            names: names of its full blocks.
+            number: number of the request in the trace.
+            names: names of the full blocks of its context, in order, as far as they are known.
         """
         sequence = Sequence(
             number,
@@ -153,7 +154,7 @@ class SimulatedGateway:
         self._events.after(self._profile.gateway.at(sequence.prompt_tokens, level), self._enter, sequence)
 
     def _enter(self, sequence: Sequence) -> None:
-        """Let a request be placed, now or when it is its turn."""
+        """Place a request now, or put it into the queue until its turn comes."""
         sequence.context = sequence.prompt_tokens + sequence.done
         sequence.background = (sequence.group or DEFAULT) == BACKGROUND
         by = self._control.first_token_by(sequence.group or DEFAULT, sequence.received, None)

@@ -14,7 +14,7 @@ from paceline.simulator.worker import SimulatedWorker
 
 
 class KnownWorkers:
-    """Workers that have joined and not ended.
+    """The workers that have joined and not ended.
 
     Args:
         max_model_len: tokens of the longest context of each worker.
@@ -25,7 +25,7 @@ class KnownWorkers:
         self.host_names: dict[int, str] = {}
         """Names of all hosts on which a worker was, by their numbers."""
         self.calls: dict[str, WorkerCalls] = {}
-        """The gateway's calls, by the names of the workers."""
+        """The gateway's calls under way at each worker, by the worker's name."""
         self._table = CandidateTable(RECENT_SECONDS, lambda: events.now)
         self._events = events
         self._max_model_len = max_model_len
@@ -61,7 +61,7 @@ class KnownWorkers:
         self.calls.pop(worker.name, None)
 
     def hear(self, worker: SimulatedWorker) -> None:
-        """Take a worker's heartbeat, with its load."""
+        """Take over the load that a worker's heartbeat reports."""
         calls = self.calls[worker.name]
         load = LoadReport(
             running=len(worker.admitted),

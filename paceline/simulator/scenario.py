@@ -39,18 +39,18 @@ class Scenario:
 
     profile: Profile
     prefill: int
-    """Prefill workers at the begin."""
+    """Number of prefill workers at the beginning."""
     decode: int
-    """Decode workers at the begin."""
+    """Number of decode workers at the beginning."""
     objectives: Objectives = field(default_factory=Objectives)
     is_aggregated: bool = False
     """Whether all workers are alike, and each computes prompts and decodes."""
     workers_per_host: int = 8
-    """Workers on one host. Ignored if the workers of the profile share cores, because a host then has one worker of
-    each role."""
+    """Number of workers on one host. Ignored if the workers of the profile share cores, because a host then has one
+    worker of each role."""
     cache_policy: str = "adaptive"
     host_tokens: int = 0
-    """Tokens of KV that a host holds; 0 takes the profile's."""
+    """Tokens of KV that a host holds; 0 takes the number in the profile."""
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     failures: tuple[PlannedFailure, ...] = ()
     restarts: bool = True

@@ -10,9 +10,9 @@ from paceline.simulator.result import Result
 from paceline.simulator.scenario import Scenario
 
 MOST_WORKERS = 4096
-"""Largest number of workers of one role that are tried."""
+"""Largest number of workers of one role that the search tries."""
 FASTER = 0.02
-"""Least relative gain in speed from more workers. With a smaller gain, further workers would not help."""
+"""Least relative gain in speed from more workers. If the gain is smaller, the search adds no further workers."""
 
 Try = Callable[[Scenario], Result]
 
@@ -38,8 +38,8 @@ def cheapest(scenario: Scenario, attempt: Try) -> Found:
     """Return the fleet with the fewest workers of each role that meets the objectives.
 
     More workers are assumed to be never worse. First both roles grow until the objectives are met. Then one role after
-    the other shrinks as far as the objectives are still met. The more expensive role shrinks first, and both shrink
-    once more, because a role may need fewer workers after the other one has found its number.
+    the other shrinks as far as the objectives are still met. The more expensive role shrinks first, and both are tried
+    once more, because a role may need fewer workers after the other role has its final number.
 
     Args:
         scenario: fleet to begin with. A role without workers stays without workers.

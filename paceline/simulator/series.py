@@ -34,11 +34,11 @@ class Ratios:
         self._moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(twice))]
 
     def at(self, index: int) -> float:
-        """Return the ratio at an index."""
+        """Return the ratio at an index of the series."""
         return self._values[index % SIZE]
 
     def values(self, index: int, count: int) -> NDArray[np.float64]:
-        """Return `count` ratios, from `index` on."""
+        """Return `count` consecutive ratios, the first of them at `index`."""
         return self._array[np.arange(index, index + count) % SIZE]
 
     def seconds(self, index: int, steps: int, first: float, growth: float) -> float:

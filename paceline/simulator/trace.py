@@ -15,7 +15,7 @@ class TraceRequest(NamedTuple):
     """One request of a trace."""
 
     arrival: float
-    """Seconds since the begin of the trace. Requests are in ascending order of it."""
+    """Seconds since the begin of the trace. Requests are in ascending order of this time."""
     prompt_tokens: int
     """Length of the prompt in tokens, at least 1."""
     answer_tokens: int
@@ -29,19 +29,19 @@ class TraceRequest(NamedTuple):
     session: str = ""
     """Conversation of the request, if known. The simulator does not need it."""
     owner: str = ""
-    """Name of its API key. Keys share the room if requests wait."""
+    """Name of the API key of the request. If requests wait, the keys share the free places."""
     priority: int = 0
-    """Lower is more urgent."""
+    """Priority of the request; lower is more urgent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """A load. It can be iterated once or often, as its `requests` can."""
+    """A load. It can be iterated as often as its `requests`: once if they are a generator."""
 
     block_tokens: int
     """Tokens of one named block; a multiple of 16."""
     requests: Iterable[TraceRequest]
-    """The requests. A generator keeps a long trace out of the memory."""
+    """The requests in the order of arrival. A generator keeps a long trace out of the memory."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)

@@ -49,7 +49,7 @@ def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Se
 
 
 def _fleet(scenario: Scenario) -> str:
-    """Return the fleet in words."""
+    """Return the fleet at the beginning and the way in which it is scaled, in words."""
     if scenario.is_aggregated:
         text = _workers(scenario.prefill + scenario.decode, "worker", " that computes prompts and decodes")
     else:
