@@ -16,7 +16,7 @@ class Waiter:
     """A worker that waits until it can adopt a lease."""
 
     session: int
-    """Session of the worker, which reserved the lease."""
+    """Number of the session of the worker, which reserved the lease."""
     key: Key
     """The lease's key, with any generation since the reservation."""
     tell: Callable[[Lease | PacelineError], None]
@@ -26,7 +26,7 @@ class Waiter:
 
 
 class Adoptions:
-    """Lets waiting workers adopt leases as soon as they are filled.
+    """Lets waiting workers adopt leases as soon as the leases are filled.
 
     This happens inside the call that reports the filled lease, because a task of its own would delay the handoff.
 

@@ -44,7 +44,7 @@ class DiskOptions:
     folder: Path
     """Folder of the file, on a disk and not a tmpfs."""
     size: int
-    """Size of the file in bytes. All of them are allocated when it is made."""
+    """Size of the file in bytes. All bytes are allocated when the file is made."""
 
     def check(self) -> None:
         """Raise ConfigError if a file of this size cannot be made now."""
@@ -110,7 +110,7 @@ class DiskTier:
         return None if slot in self._damaged else slot
 
     def expect(self, group: int, digest: bytes, hint: Hint) -> None:
-        """Note a hint about a block, if it is in the file."""
+        """Pass a hint about a block on to the cache policy, if the block is in the file."""
         self._pool.expect(group, digest, hint)
 
     def forget(self) -> int:
@@ -121,7 +121,7 @@ class DiskTier:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the file."""
+        """Number of blocks that the file has at present."""
         return self._pool.counts().cached
 
     def samples(self) -> Iterator[Sample]:

@@ -73,7 +73,7 @@ class Exports:
             reading.change.set()
 
     async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
-        """Name the blocks of a lease until the reader ends the call, which cancels this.
+        """Name the blocks of a lease until the reader ends its call, which cancels this one.
 
         Args:
             key: key of the lease, in which a prefill worker computes.
@@ -120,12 +120,12 @@ class Exports:
     ) -> None:
         """Name the cached blocks of a context's longest cached prefix, if there is one.
 
-        The reader ends the call, which cancels this. Until then a lease keeps the blocks from being evicted.
+        The reader ends its call, which cancels this one. Until then a lease keeps the blocks from being evicted.
 
         Args:
             key: key of the request for which the reader wants the prefix.
             hashes: chain of the context, one hash for each BASE_TOKENS tokens.
-            cached_tokens: see `run`.
+            cached_tokens: number of the context's first tokens whose blocks the reader has already.
             write: sends an event to the reader.
             encoding: whether the context is an encoding.
 

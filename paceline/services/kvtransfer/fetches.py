@@ -58,10 +58,10 @@ class Totals:
     transfers: Counter[str] = field(default_factory=Counter)
     """Number of transfers by transport; under "", transfers without any block to move."""
     failures: int = 0
-    """Failed transfers; cancelled ones do not count."""
+    """Number of failed transfers, without cancelled ones."""
     bytes: int = 0
     read_seconds: float = 0.0
-    """Time spent on reading and verifying blocks, mostly while the prompt was still being computed."""
+    """Seconds spent on reading and verifying blocks, mostly while the prompt was still being computed."""
 
     def samples(self) -> Iterator[Sample]:
         """Yield the totals for metrics."""

@@ -12,7 +12,7 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 class Flights(Generic[Caller]):
     """Callers that lack blocks of their contexts on this host. A caller fetches its blocks, or waits for another caller
-    that fetches the first of them."""
+    that fetches the first of these blocks."""
 
     def __init__(self) -> None:
         self._flying: dict[Caller, frozenset[bytes]] = {}

@@ -112,7 +112,7 @@ async def _find_hosts(
 
 
 def _transport(config: KVTransferConfig) -> TransportChoice:
-    """Return --transport. If services speak TLS, "auto" becomes gRPC, because UCX does not encrypt."""
+    """Return the value of --transport. If services speak TLS, "auto" becomes gRPC, because UCX does not encrypt."""
     if not config.cluster_certfile:
         return config.transport
     if config.transport == "ucx":

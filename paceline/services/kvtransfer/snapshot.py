@@ -51,7 +51,7 @@ class MemorySnapshot:
     """Counters of the disk tier; empty without one."""
 
     def report(self) -> HostReport:
-        """Return the report from which gateways place requests and follow the cache."""
+        """Return the report by which gateways place requests and follow the cache."""
         return HostReport(
             next_block_event=self.block_events,
             fetched_bytes=self.transfers.bytes,

@@ -20,7 +20,7 @@ _OFFER = struct.Struct(f"!4sHQ{TOKEN_BYTES}s")
 _MAGIC = b"PUX1"
 _REQUEST = struct.Struct(f"!{TOKEN_BYTES}sI{MOST_SLOTS}I")
 REQUEST_BYTES = _REQUEST.size
-"""All requests have this size, so that a reader cannot make the source allocate memory."""
+"""Size of every request in bytes. It is fixed, so that a reader cannot make the source allocate memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Offer:
     port: int
     slot_bytes: int
     token: bytes
-    """A reader that sends this token may read."""
+    """Secret that a reader has to send with every request."""
 
     def pack(self) -> bytes:
         return _OFFER.pack(_MAGIC, self.port, self.slot_bytes, self.token)
@@ -47,7 +47,9 @@ class Offer:
 
 
 def pack_request(token: bytes, slots: Sequence[int]) -> bytes:
-    """Return a request for up to MOST_SLOTS slots. The source sends each as a message whose tag is its list index."""
+    """Return a request for up to MOST_SLOTS slots. The source sends each slot as a message tagged with the slot's index
+    in `slots`.
+    """
     return _REQUEST.pack(token, len(slots), *slots, *(0,) * (MOST_SLOTS - len(slots)))
 
 

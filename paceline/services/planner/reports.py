@@ -19,8 +19,8 @@ from paceline.services.platforms.platform import Ability, PlatformState
 LOST_SECONDS = 60.0
 """Seconds for which a member that vanished without draining is reported as lost."""
 MEMORIES = 8
-"""Number of recent starts, drains and flips of a role that are kept. The longest of them is the estimate for the next
-one.
+"""Number of recent starts, drains and flips of a role whose times are kept. The longest time is the estimate for the
+next start, drain or flip.
 """
 
 _DISTRIBUTIONS = ("prompt_tokens", "answer_tokens", "ttft", "itl")
@@ -60,9 +60,9 @@ class ReportBuilder:
     """Makes the reports of one fleet. It remembers what was seen before, because services publish totals.
 
     Args:
-        startup_seconds: estimate before the first worker of a role was seen to start.
-        drain_seconds: estimate before the first worker of a role was seen to drain.
-        flip_seconds: estimate before the first worker was seen to leave a role for another one.
+        startup_seconds: estimated time of a start, used until a worker of the role was seen to start.
+        drain_seconds: estimated time of a drain, used until a worker of the role was seen to drain.
+        flip_seconds: estimated time of a flip, used until a worker was seen to leave the role for another one.
     """
 
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
@@ -114,12 +114,12 @@ class ReportBuilder:
         abilities: Collection[Ability],
         changes: Mapping[Role, Changes] | None = None,
     ) -> Report:
-        """Return the report on the observed members. Its counts begin at the previous report.
+        """Return the report on the observed members. It counts requests and steps since the previous report.
 
         Args:
             pinned: numbers of workers that people have set.
             abilities: abilities of the platform.
-            changes: the times at which planners changed each role; None if unknown.
+            changes: for each role, the seconds since planners changed it; None if unknown.
         """
         self._forget_ended(platform)
         hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}

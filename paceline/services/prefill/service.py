@@ -49,7 +49,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(
         self, request: worker_pb2.PrefillRequest, compiled: Awaitable[Grammar | None], context: CallContext
     ) -> None:
-        """Compute the context and send events. The last one has the key under which decode can adopt the blocks."""
+        """Compute the context and send events. The last event has the key under which decode can adopt the blocks."""
         worker, work = self._worker, request.work
         reservation, prefix_came = await self._open(request)
         try:
