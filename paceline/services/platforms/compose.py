@@ -189,9 +189,7 @@ class ComposePlatform:
         return PlatformState(roles)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        """Keep `wanted` containers of a role: start or copy some if there are too few, else end some, `victims`
-        first.
-        """
+        """Keep `wanted` containers of a role: start or copy some, or end some, first those of `victims`."""
         async with self._acting:
             found = await self._containers()
             service = self._prefix + role

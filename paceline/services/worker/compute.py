@@ -66,7 +66,7 @@ class ComputingWorker(Protocol):
     """The part of a worker that the service needs."""
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
-        """Count the work while a `with` statement runs. Raises BusyError or UnavailableError."""
+        """Count the work as running for the body of a `with` statement. Raises BusyError or UnavailableError."""
 
     def check(self, work: common_pb2.Work) -> None:
         """Refuse work that this worker can never do. Raises InvalidRequestError or UnavailableError."""

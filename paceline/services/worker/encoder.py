@@ -70,7 +70,7 @@ class WorkerEncoder:
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is work without progress. It may never end, so the worker must send no signs of life.
+        """Whether there is work without progress. Such work may never end, so the worker must send no signs of life.
 
         Loading the encoders is progress, because it may take minutes from a slow disk.
         """
@@ -88,8 +88,7 @@ class WorkerEncoder:
     ) -> EncodeTimes:
         """Wait for a turn, encode an input, and give the encoding to `write`. Return the times.
 
-        This must not be cancelled, because a thread may be writing. After `abandoned` is set, it ends soon with an
-        error.
+        Do not cancel this call, because a thread may be writing. Set `abandoned` to end it soon, with an error.
 
         Args:
             owner: name of the request, for a fair order.

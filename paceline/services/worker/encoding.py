@@ -31,7 +31,7 @@ POLL_SECONDS = (0.01, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class _Obtained:
-    """A complete encoding."""
+    """A complete encoding, and the times that it took."""
 
     held: HeldEncoding
     times: EncodeTimes | None
@@ -60,7 +60,7 @@ class EncodeHandler:
         self._tasks: set[asyncio.Task[_Obtained | None]] = set()
 
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
-        """Send `Opened`, then `InputNeeded`, or `Encoded` and signs of life until this is cancelled.
+        """Send `Opened`, then either `InputNeeded`, or `Encoded` and signs of life until the call is cancelled.
 
         While the encoder makes no progress, no sign of life is sent, so the gateway gives the call up after a while.
 

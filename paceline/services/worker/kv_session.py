@@ -30,10 +30,10 @@ from paceline.services.worker.batch_sender import BatchSender, HostConnection
 from paceline.services.worker.leases import Leases
 
 ATTACH_SECONDS = 60.0
-"""Time to wait for a service to start, in seconds, because it may start after its workers."""
+"""Longest wait for a service to start, in seconds. A service may start after its workers."""
 CALL_SECONDS = 5.0
 RETURN_SECONDS = 10.0
-"""Time to wait until a killed service has been started again, in seconds."""
+"""Longest wait until a killed service has been started again, in seconds."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
 
@@ -47,9 +47,9 @@ class MappedArena:
     path: Path
     slots: int
     blocks: memoryview
-    """All slots."""
+    """The memory of all slots."""
     turns: memoryview
-    """The page after the slots; see `paceline.core.turns`."""
+    """The page after the slots, through which workers take turns on the cores (`paceline.core.turns`)."""
 
 
 class KVSession:

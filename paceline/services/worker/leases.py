@@ -30,7 +30,7 @@ class Reservation:
     filled_tokens: int
     """Number of tokens, from the first one on, whose KV is in the blocks."""
     tables: list[list[int]]
-    """One block table for each group of KV, or one of the group of encodings."""
+    """One block table for each group of KV, or one table for the group of encodings."""
     context_hash: bytes = b""
     """Name of the filled tokens, given by the cache or by the prefill worker that filled the blocks."""
 
@@ -59,7 +59,7 @@ class Fetched:
 
     bytes: int
     path: str
-    """Name of the transport; empty if no block had to be moved."""
+    """Name of the transport that moved the blocks; "" if no block had to be moved."""
 
 
 def checked(result: pb.Result) -> pb.Result:

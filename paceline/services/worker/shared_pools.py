@@ -33,11 +33,11 @@ LOOK_SECONDS = 1.0
 """Shortest time between two searches for new pools, in seconds."""
 
 LAUNCHED_MOVES = 128
-"""Blocks that are copied together, while the next blocks are looked up."""
+"""Number of blocks that are copied together, while the next blocks are looked up."""
 
 _PAGE = 4096
 _SIZE_BYTES = 2
-"""Bytes of the length at the start of the last page. The length is that of the description, which follows it."""
+"""Size in bytes of the number at the start of the last page. The number is the length of the description after it."""
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class SharedPools:
         return moves if pool.ended() else left
 
     def drop_ended(self) -> None:
-        """Find new pools, and unmap ended ones, whose memory stays allocated until then. Does so at most once in
-        LOOK_SECONDS.
+        """Find new pools, and unmap ended pools, whose memory stays allocated until then. Do nothing if the last search
+        was less than LOOK_SECONDS ago.
         """
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return

@@ -37,7 +37,7 @@ class ComputeOptions:
     dtype: torch.dtype
     kernels: Kernels
     has_pool: bool
-    """Whether the worker computes in a pool of its own, above the arena."""
+    """Whether the worker computes in a pool of its own and uses the arena as the tier below."""
     numerics: Numerics
 
     @classmethod
@@ -141,7 +141,7 @@ def turns_of(
     """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU.
 
     Args:
-        on_change: see `RoleTurns`.
+        on_change: called with the worker's turns after each change of its role, on the thread that changes the role.
     """
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None
