@@ -22,7 +22,7 @@ SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayClient:
-    """A client of one gateway."""
+    """A client that sends HTTP requests to one gateway, with an API key if there is one."""
 
     url: str
     """URL of the gateway: http://…, https://… or unix:PATH."""

@@ -107,7 +107,7 @@ class AskedBatch:
         self._answers[number] = json.dumps(told, separators=(",", ":")).encode()
 
     def refuse(self, number: int, code: str, message: str) -> None:
-        """Answer a line with an error."""
+        """Set an error as the answer of a line."""
         self.is_good = False
         self.answer(number, error_line("", code, message).encode())
 
@@ -236,7 +236,7 @@ class Server:
                 time.sleep(POLL_SECONDS)
 
     def upload(self, name: str, content: bytes) -> str:
-        """Upload an input file and return its id."""
+        """Upload an input file of a batch and return its id."""
         cut = uuid.uuid4().hex
         head = f'--{cut}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{cut}\r\n'
         head += f'Content-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
@@ -245,7 +245,7 @@ class Server:
         return str(json.loads(self._gateway.send("POST", "/v1/files", body, kind, REQUEST_SECONDS))["id"])
 
     def download(self, file_id: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file that the server has."""
         return self._gateway.send("GET", f"/v1/files/{file_id}/content", seconds=REQUEST_SECONDS)
 
     def delete(self, file_id: str) -> None:

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: dict[str, Any]) -> int:
-    """Run a command and return its exit code. A failure raises an exception."""
+    """Run the command `name` with its arguments and return its exit code. A failure raises an exception."""
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":

@@ -1,11 +1,10 @@
 """The requests of a profile, in phases, and the measurements from them.
 
-    prompts    single requests with prompts of every length that a step can have, and some that take several steps
-    texts      single requests with texts, which the gateway has to tokenize
-    batches    1, 2, 4, … requests at the same time, up to what the workers run at once
-    contexts   4 requests at the same time with long prompts
-    arrivals   several short prompts and answers at the same time
-    beside     prompts that arrive while 1, 4 and 12 requests are being answered
+    prompts    single requests with prompts of every length that a step can have, and some that take several steps texts
+    single requests with texts, which the gateway has to tokenize batches    1, 2, 4, … requests at the same time, up to
+    the largest number that the workers run at once contexts   4 requests at the same time with long prompts arrivals
+    several short prompts and answers at the same time beside     prompts that arrive while 1, 4 and 12 requests are
+    being answered
 
 On a laptop all phases take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
 larger sizes after one that took SLOW_SECONDS.
@@ -24,7 +23,7 @@ from paceline.core.step_record import StepRecord
 from paceline.profiler.stack import Facts, ProfiledAnswer, ProfiledStack
 
 Steps = dict[str, list[StepRecord]]
-"""Steps by the role of their workers."""
+"""Steps by the role of the workers that computed them."""
 Traced = tuple[ProfiledAnswer, Mapping[str, Any]]
 """An answered request and the gateway's trace of it."""
 
@@ -62,7 +61,7 @@ class Measured:
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
-    """Steps each of which computed a prompt and also decoded."""
+    """Steps that computed prompts and decoded sequences at the same time."""
     arrivals: list[tuple[list[Traced], Steps]] = field(default_factory=list)
     """Requests that came at the same time, and the steps that computed their prompts."""
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
@@ -192,7 +191,8 @@ def while_answered(crowded: Iterable[Traced], others: Iterable[ProfiledAnswer]) 
     """Return the requests that came, and got their first token, while all of `others` were between their first and last
     tokens.
 
-    An earlier prompt also waited for the prompts of the others, and a later one did not run beside all of them.
+    A prompt that came earlier also waited for the prompts of `others`, and a later prompt did not run beside all of
+    them.
     """
     answered = [other for other in others if other.token_times]
     begin = max((other.sent + other.token_times[0] for other in answered), default=0.0)

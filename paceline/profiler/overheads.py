@@ -80,11 +80,11 @@ def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]
 
     The first tokens after a handoff are late more often, and would be only a small part of a longer answer. The clocks
     of the worker and of the client are not compared. Lateness is relative to the median of each answer. Answers whose
-    tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
+    tokens do not agree with steps are left out, such as answers of which the client got two tokens in one piece.
 
     Args:
         answers: answers of requests that ran alone, one after another.
-        steps: steps of the worker that decoded them, in order. More may follow.
+        steps: steps of the worker that decoded the answers, in order. Steps of other requests may follow.
     """
     found: list[float] = []
     decoded = iter(_decoded(steps))

@@ -1,4 +1,4 @@
-"""The command `paceline profile`."""
+"""The command `paceline profile`: measures a running stack and writes its profile, for the simulator."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _IDS = range(20, 250)
 
 
 class ProfiledAnswer(NamedTuple):
-    """One answered request."""
+    """One answered request, with the time of each token as the client saw it."""
 
     request_id: str
     prompt_tokens: int
@@ -57,7 +57,7 @@ class Facts:
 
 
 class ProfiledStack:
-    """A running stack that has no requests except those of the profiler."""
+    """A running stack that has no other requests than the profiler's."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
@@ -127,12 +127,14 @@ class ProfiledStack:
         return found
 
     def fetched(self) -> tuple[int, float]:
-        """Return the bytes that hosts have fetched from other hosts, and the seconds that this took."""
+        """Return the number of bytes that hosts have fetched from other hosts, and the seconds that these transfers
+        took.
+        """
         hosts = self._fetch_fleet("/fleet/steps?most=1")["hosts"]
         return sum(each["fetched_bytes"] for each in hosts), sum(each["fetch_seconds"] for each in hosts)
 
     def trace(self, answer: ProfiledAnswer) -> dict[str, Any]:
-        """Return the trace of an answered request."""
+        """Return the gateway's trace of an answered request, as its JSON object."""
         return self._fetch(f"/trace/{answer.request_id}")
 
     def prompt(self, tokens: int) -> list[int]:

@@ -51,7 +51,7 @@ def find_turns(
 
 
 class MeasuredArrivals(NamedTuple):
-    """Requests that came at the same time."""
+    """A group of requests that came at the same time, and the steps that computed their prompts."""
 
     requests: int
     prompts: Sequence[StepRecord]

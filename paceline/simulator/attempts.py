@@ -29,7 +29,7 @@ from paceline.simulator.worker import SimulatedWorker
 
 
 class Workers(NamedTuple):
-    """The workers of an attempt."""
+    """The workers of an attempt: one that decodes, and possibly another one that computes the prompt."""
 
     decode: SimulatedWorker
     prefill: SimulatedWorker | None
@@ -39,7 +39,7 @@ class Workers(NamedTuple):
 
     @property
     def computing(self) -> SimulatedWorker:
-        """The worker that computes the prompt."""
+        """The worker that computes the prompt: the prefill worker if there is one, otherwise the decode worker."""
         return self.prefill or self.decode
 
 

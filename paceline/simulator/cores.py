@@ -29,7 +29,7 @@ class CoreUser(Protocol):
 
     @property
     def role(self) -> str:
-        """The worker's role."""
+        """The worker's role: "prefill" or "decode"."""
 
     @property
     def has_work(self) -> bool:
@@ -65,12 +65,12 @@ class Cores:
         """Instant at which prefill last had no work."""
 
     def enter(self, worker: CoreUser) -> None:
-        """Add a worker of this host to those that take turns."""
+        """Let a worker of this host take part in the turns."""
         if worker not in self._workers:
             self._workers.append(worker)
 
     def leave(self, worker: CoreUser) -> None:
-        """Forget a worker that has ended."""
+        """Remove a worker that has ended from the turns."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._release()
@@ -118,7 +118,7 @@ class Cores:
         return not (self._events.now < self._until and self.is_wanted(worker))
 
     def begun(self, worker: CoreUser) -> None:
-        """Note that a worker has begun a step."""
+        """Note that a worker has begun a step, which interrupts prefill if the worker decodes."""
         if worker.role == "decode":
             if not self.is_wanted_by_prefill():
                 self._unwanted_at = self._events.now

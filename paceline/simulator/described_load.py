@@ -41,7 +41,7 @@ from paceline.simulator.trace import LoadTrace, TraceRequest
 _P99 = 2.3263
 """The 99th percentile of the standard normal distribution."""
 _INDEX_BITS = 24
-"""Bits of a block's name for its place; the others are for its conversation or its system prompt."""
+"""Bits of a block's name for its index in the context. The higher bits number its conversation or system prompt."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -98,7 +98,7 @@ def _draw_tokens(amount: Amount, source: random.Random) -> int:
 
 
 class ArrivalPattern(_Table):
-    """The times at which conversations begin."""
+    """The process and the rate with which conversations begin."""
 
     process: Literal["poisson", "even", "bursts"] = "poisson"
     rate: Positive | None = None
@@ -158,7 +158,7 @@ class DescribedLoad(_Table):
     """A load, described by its arrivals and its kinds of requests. Equal descriptions make equal requests."""
 
     seconds: Positive
-    """Time during which conversations begin, in seconds."""
+    """Length of the period in which conversations begin, in seconds."""
     seed: int = 0
     max_model_len: int = Field(default=32_768, ge=2)
     """A conversation ends before its context would be longer than this, in tokens."""

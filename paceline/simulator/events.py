@@ -12,7 +12,7 @@ class Events:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The instant of the event under way."""
+        """The simulated instant of the event under way, in seconds."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
 

@@ -27,7 +27,7 @@ _SLICES = 10
 
 
 class SimulatedFleet:
-    """Owns workers and hosts.
+    """Owns the workers and hosts of a simulation, and adds up their costs.
 
     Args:
         goes_on: returns whether the simulation has more to do. When it returns False, heartbeats end.
@@ -45,7 +45,7 @@ class SimulatedFleet:
     ) -> None:
         self.workers: dict[str, SimulatedWorker] = {}
         self._residents: dict[Host, list[SimulatedWorker]] = defaultdict(list)
-        """All workers that have not ended."""
+        """The workers of each host that have not ended."""
         self.hosts: list[Host] = []
         self.device_seconds = 0.0
         self.cost = 0.0
@@ -118,7 +118,7 @@ class SimulatedFleet:
         return worker
 
     def count_residents(self, host: Host) -> int:
-        """Return the number of workers on a host."""
+        """Return the number of workers on a host that have not ended."""
         return len(self._residents[host])
 
     def _has_place(self, host: Host, role: Role) -> bool:
@@ -156,7 +156,7 @@ class SimulatedFleet:
             self._ready(worker)
 
     def _end(self, worker: SimulatedWorker) -> None:
-        """Forget a worker that has no work."""
+        """End a worker that has no work, and remove it from the fleet."""
         if worker.state != "gone":
             self.pay()
             worker.stop()

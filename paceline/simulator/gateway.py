@@ -48,7 +48,7 @@ class GatewayOptions:
 
 
 class SimulatedGateway:
-    """Places requests on workers, and refuses those that would wait too long.
+    """Places requests on workers, and refuses requests that would wait too long.
 
     Args:
         seed: seed of all random delays.

@@ -43,7 +43,7 @@ class Host:
     ) -> None:
         self.number, self.name = number, f"h{number:04}"
         self.tokens = profile.host_tokens
-        """Tokens of KV that the host holds."""
+        """Number of tokens whose KV the host can hold."""
         self._block_tokens = block_tokens
         self._unit = block_tokens // BASE_TOKENS
         self._profile = profile

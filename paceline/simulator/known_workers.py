@@ -33,7 +33,7 @@ class KnownWorkers:
         """Workers whose newest figures are not in the table yet."""
 
     def join(self, worker: SimulatedWorker) -> None:
-        """Note a worker that is ready."""
+        """Add a worker that is ready."""
         member = Member(
             worker.name,
             worker.role,
@@ -51,11 +51,11 @@ class KnownWorkers:
         self._changed.add(worker)
 
     def withdraw(self, worker: SimulatedWorker) -> None:
-        """Place no new requests on a worker."""
+        """Take a worker out of the candidates, so that it gets no new requests."""
         self._table.remove(worker.name)
 
     def forget(self, worker: SimulatedWorker) -> None:
-        """Forget a worker that has ended."""
+        """Remove a worker that has ended, and its calls."""
         self._table.remove(worker.name)
         self.workers.pop(worker.name, None)
         self.calls.pop(worker.name, None)

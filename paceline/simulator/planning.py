@@ -47,7 +47,7 @@ class SimulatedPlanner:
         goes_on: Callable[[], bool],
     ) -> None:
         self.decisions: list[Decision] = []
-        """Decisions that change something, in order."""
+        """Decisions with an action that changes the fleet, in order."""
         self._planner, self._events, self._fleet = planner, events, fleet
         self._gateway, self._recorder, self._goes_on = gateway, recorder, goes_on
         self._revision = 0

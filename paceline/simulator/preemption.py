@@ -40,7 +40,9 @@ class Preemption:
                 self._preempt(worker, next((other for other in reversed(worker.admitted) if other.held), sequence))
 
     def _preempt(self, worker: SimulatedWorker, sequence: Sequence) -> None:
-        """Take the blocks of a sequence."""
+        """Take all blocks of a sequence away. The sequence waits for new blocks, or its request moves to another
+        worker.
+        """
         self._recorder.preemptions += 1
         if worker.rows.has(sequence):
             # It keeps its place, and computes its context again when it gets other blocks.

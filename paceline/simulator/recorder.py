@@ -76,7 +76,7 @@ class Minute:
     arrivals: int = 0
     finished: int = 0
     good: int = 0
-    """Requests that met all objectives."""
+    """Number of requests that met all objectives of their class."""
     refused: int = 0
     ttft: Distribution = field(default_factory=Distribution)
     mean_itl: Distribution = field(default_factory=Distribution)
@@ -84,7 +84,7 @@ class Minute:
 
 @dataclass(slots=True)
 class ClassRecord:
-    """The requests of one class."""
+    """Counts and times of the requests of one class."""
 
     arrivals: int = 0
     finished: int = 0
@@ -152,7 +152,7 @@ class SimulationRecorder:
         return self.classes[group]
 
     def take_recent(self) -> dict[str, Recent]:
-        """Return the traffic since the last call."""
+        """Return the traffic since the last call, by class."""
         recent, self.recent = self.recent, {group: Recent() for group in self.classes}
         return recent
 

@@ -51,7 +51,7 @@ class MinuteResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClassResult:
-    """The requests of one class."""
+    """Counts and times of the requests of one class."""
 
     requests: int
     finished: int
@@ -66,9 +66,9 @@ class ClassResult:
     is_met: bool
     """Whether the share of good requests is at least the objectives' share."""
     goodput: float
-    """Good requests per second."""
+    """Good requests of the class per second."""
     hit_rate: float
-    """Share of the prompt tokens that were cached."""
+    """Share of the prompt tokens that first attempts found in the cache, from 0 to 1."""
     prompt_tokens: int
     answer_tokens: int
     attempts: int
@@ -135,7 +135,7 @@ class Result:
 
     @property
     def goodput(self) -> float:
-        """Good requests of all classes per second."""
+        """Good requests per second, over all classes."""
         return sum(each.goodput for each in self.classes.values())
 
     @property
@@ -159,7 +159,7 @@ class Result:
         ]
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
+        """Return the result as the text of a JSON object."""
         return json.dumps({**self.as_dict(), "is_met": self.is_met, "goodput": self.goodput})
 
     def as_dict(self) -> dict[str, Any]:

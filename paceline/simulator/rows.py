@@ -108,7 +108,7 @@ class SimulatedRows:
         return next(reversed(self._rows.values()), None)
 
     def length(self, row: SimulatedRow) -> int:
-        """Return the tokens of a row's context."""
+        """Return the number of tokens that a row's context has now."""
         return row.joined_len + self._done(row) - row.joined_done
 
     def _done(self, row: SimulatedRow) -> int:

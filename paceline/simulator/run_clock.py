@@ -19,7 +19,7 @@ class RunClock:
 
     def __init__(self, events: Events, ended: Callable[[Run], object]) -> None:
         self.run: Run | None = None
-        """The steps under way."""
+        """The steps under way; None if there are none."""
         self._events, self._ended = events, ended
         self._version = 0
         """Incremented at every change of the end, so that events of earlier ends are ignored."""
@@ -67,7 +67,7 @@ class RunClock:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of the step under way."""
+        """Number of prompt tokens that the step under way computes."""
         return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
 
     def delay_prompts(self, seconds: float) -> None:

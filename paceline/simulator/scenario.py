@@ -35,7 +35,7 @@ class PlannedFailure:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One fleet under one load."""
+    """One fleet with its options and failures. The load is not part of it."""
 
     profile: Profile
     prefill: int
@@ -56,7 +56,7 @@ class Scenario:
     restarts: bool = True
     """Whether workers that have failed are started again."""
     plans: bool = False
-    """Whether the planner changes the fleet."""
+    """Whether a planner changes the numbers and roles of workers during the simulation."""
     hint_seconds: float = 0.5
     """Time after which the gateway learns of changes to the hosts' cached blocks, in seconds."""
     heartbeat_seconds: float = 1.0
@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """The fleet in words."""
+        """Name of the fleet, in words: its numbers of workers, and its cache if that is not the profile's."""
         cache = f", {self.host_tokens:,} tokens of cache on each host" if self.host_tokens else ""
         if self.is_aggregated:
             return f"{self.prefill + self.decode} workers that compute prompts and decode{cache}"

@@ -19,19 +19,19 @@ Try = Callable[[Scenario], Result]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A fleet and its result."""
+    """A simulated fleet and its result."""
 
     scenario: Scenario
     result: Result
 
     @property
     def tokens(self) -> int:
-        """Tokens of KV that a host holds."""
+        """Number of tokens whose KV a host can hold."""
         return self.scenario.host_tokens or self.scenario.profile.host_tokens
 
 
 class MissedError(ConfigError):
-    """No number of workers meets the objectives."""
+    """No number of workers that the search tried meets the objectives."""
 
 
 def cheapest(scenario: Scenario, attempt: Try) -> Found:
@@ -82,7 +82,7 @@ def _is_better(result: Result, before: Result) -> bool:
 
 def _served(result: Result) -> tuple[int, int, float]:
     """Return the number of requests that met their objectives, the number that got an answer, and the total seconds of
-    the latter.
+    answered requests.
     """
     classes = result.classes.values()
     return (

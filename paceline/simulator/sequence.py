@@ -21,7 +21,7 @@ _PRIVATE = itertools.count(1 << 64)
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """A lease that a request has on a host."""
+    """A lease of a request's blocks on one host."""
 
     key: Key
     session: int
@@ -33,7 +33,7 @@ class HeldLease:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request from its arrival to its end."""
+    """One request from its arrival to its end."""
 
     number: int
     arrival: float
@@ -58,7 +58,7 @@ class Sequence:
     """Instant at which the request last entered the queue."""
     attempt: int = 0
     done: int = 0
-    """Tokens of the answer that the client has."""
+    """Number of the answer's tokens that the client has."""
     context: int = 0
     """Number of tokens with which the present attempt began: the prompt, and the tokens of earlier attempts."""
     cached: int = 0
@@ -72,7 +72,7 @@ class Sequence:
     changes_hosts: bool = False
     """Whether the decode worker is on another host than the worker that computes the prompt."""
     held: dict[str, HeldLease] = field(default_factory=dict)
-    """Leases of the attempt, by host."""
+    """Leases of the present attempt, by the host's name."""
     sent: int = 0
     """Number of the attempt's prompt tokens that count as queued on the computing worker."""
     moved: float = 0.0
@@ -83,7 +83,7 @@ class Sequence:
     last_token: float = 0.0
     """Instant of the newest token. It is only updated when the sequence joins or leaves rows, or ends."""
     placed: float = -1.0
-    """Instant of the first placement."""
+    """Instant at which the request was first placed on workers; negative before that."""
     starts: int = 0
     """Number of attempts that got their blocks."""
     first_cached: int = -1

@@ -86,9 +86,9 @@ class Yields:
         random.Random(seed).shuffle(self._numbers)
         self._sums = [0, *itertools.accumulate(self._numbers)]
         self.mean = self._sums[-1] / SIZE
-        """Mean tokens of a step for one sequence."""
+        """Mean number of tokens that a step gives to one sequence."""
         self.is_one = not drafts.most
-        """Whether all steps give one token."""
+        """Whether every step gives exactly one token, because there are no drafts."""
 
     def tokens(self, index: int, steps: int) -> int:
         """Return the number of tokens that `steps` steps give; the first of them has this index."""

@@ -27,10 +27,10 @@ class Kit:
 
 @dataclass(slots=True)
 class Run:
-    """Steps in a row with the same sequences."""
+    """Consecutive steps of a worker with the same sequences."""
 
     begin: float
-    """Instant at which the first step began."""
+    """Simulated instant at which the first step began."""
     index: int
     """Number of the first step, counted over all steps of the worker."""
     steps: int

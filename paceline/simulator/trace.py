@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class TraceRequest(NamedTuple):
-    """One request of a trace."""
+    """One request of a trace: its arrival, its lengths, and the names of its blocks."""
 
     arrival: float
     """Seconds since the begin of the trace. Requests are in ascending order of this time."""

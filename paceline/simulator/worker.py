@@ -91,7 +91,7 @@ class SimulatedWorker:
         self._lingering = 0
         """Number of sequences that ended with the last step, but were still there when the next one was planned."""
         self._ended = 0.0
-        """Instant at which the newest steps ended."""
+        """Instant at which the newest run of steps ended."""
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:

@@ -48,8 +48,8 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
 class EncodeWorker:
     """A worker that computes encodings for other workers.
 
-    Its engine has no requests and runs only the encoders. If workers share the cores of a host, it runs them in turns
-    with those workers.
+    Its engine has no requests and runs only the encoders. If workers share the cores of a host, this worker takes turns
+    with them.
     """
 
     def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: ArenaPlace) -> None:

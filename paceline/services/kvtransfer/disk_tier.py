@@ -114,7 +114,7 @@ class DiskTier:
         self._pool.expect(group, digest, hint)
 
     def forget(self) -> int:
-        """Forget all blocks, except those that are being read. Return how many there were."""
+        """Forget all blocks except blocks that are being read. Return the number of forgotten blocks."""
         self._waiting.clear()
         self._times_forgotten += 1
         return len(self._pool.forget())
@@ -125,7 +125,7 @@ class DiskTier:
         return self._pool.counts().cached
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the counters for metrics."""
+        """Yield the numbers of present, written, read and damaged blocks, for metrics."""
         yield Sample("disk_blocks", self.blocks)
         yield Sample("disk_written_blocks", self.written_blocks)
         yield Sample("disk_read_blocks", self.read_blocks)

@@ -39,7 +39,7 @@ def digest_of(block: memoryview) -> bytes:
 
 @dataclass(slots=True)
 class _Reading:
-    """An export in progress."""
+    """An export in progress: a reader on another host reads the blocks of one lease."""
 
     key: Key
     change: asyncio.Event = field(default_factory=asyncio.Event)
@@ -152,7 +152,9 @@ class Exports:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Lease | None:
-        """Adopt the lease if it is filled, or renew the adopted one. Return it, or None. Raises the errors of `run`."""
+        """Adopt the lease if it is filled, or renew it if it is adopted. Return the adopted lease; None if there is
+        none yet. Raises the errors of `run`.
+        """
         now = self._clock()
         if reading.adopted is not None:
             return self._ledger.renew(TRANSFER, reading.adopted.key, now)
@@ -164,7 +166,7 @@ class Exports:
         return reading.adopted
 
     async def _keep(self, reading: _Reading) -> None:
-        """Adopt and renew the lease in time, because nobody else does and `run` may wait long for a slow reader."""
+        """Adopt the lease, and renew it in time. `run` cannot do this while it waits for a slow reader."""
         with contextlib.suppress(PacelineError):  # `run` will raise the same error
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
@@ -201,7 +203,7 @@ class Cursor:
         self._next = [cached_tokens // group.block_tokens for group in groups]
 
     def sealed(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
-        """Yield the blocks that have been sealed since the last call, each group's in order."""
+        """Yield the blocks that have been sealed since the last call, in order within each group."""
         return self._take(lease, lease.token_count, hash_of, only_sealed=True)
 
     def rest(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:

@@ -64,7 +64,7 @@ class Totals:
     """Seconds spent on reading and verifying blocks, mostly while the prompt was still being computed."""
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the totals for metrics."""
+        """Yield the numbers of transfers and failures, the moved bytes and the seconds, for metrics."""
         yield Sample("transfer_failures", self.failures, TRANSFER_FAILURES)
         yield Sample("transfer_bytes", self.bytes, TRANSFER_BYTES)
         yield Sample("transfer_read_seconds", self.read_seconds, TRANSFER_SECONDS)

@@ -45,11 +45,11 @@ class HostOptions:
     host_id: str
     """Unique name of the host. Workers of one host share blocks."""
     kv_memory_bytes: int
-    """Largest size of the arena in bytes."""
+    """Largest size that the arena may have, in bytes."""
     arena_dir: Path
     """A tmpfs that all workers of the host can access."""
     lease_seconds: float
-    """Time in seconds after which a lease ends if it is not renewed."""
+    """Seconds after which a lease ends if it is not renewed."""
     credentials: Credentials
     """Credentials that this service shows to services of other hosts, and demands of them."""
     enough_tokens: int = 0

@@ -13,7 +13,7 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import NOBODY, Lease, State, UnknownLeaseError
 
 GRACE_SECONDS = 1.0
-"""Time in seconds for which a worker may still touch its blocks after its session broke."""
+"""Seconds for which a worker may still touch its blocks after its session broke."""
 
 _ENDED_KEPT = 1 << 16
 """Number of attempts whose last ended or forbidden generation is remembered, to refuse messages that are late."""

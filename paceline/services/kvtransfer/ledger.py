@@ -138,7 +138,7 @@ class Ledger:
         return self.reserve(session, key, links, cached, cached, now, encoding=encoding, is_lookup=False)
 
     def open(self, session: int, key: Key, now: float) -> Lease:
-        """Make the caller the writer of a reserved lease, with the next generation."""
+        """Make the caller the writer of a reserved lease, and give the lease its next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.RESERVED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a reserved one can be opened")
@@ -211,7 +211,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def adopt(self, session: int, key: Key, now: float) -> Lease:
-        """Make the caller the owner and writer of a filled lease, with the next generation."""
+        """Make the caller the owner and writer of a filled lease, and give the lease its next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.FILLED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a filled one can be adopted")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 TOKEN_BYTES = 16
 MOST_SLOTS = 256
-"""Largest number of slots of one request."""
+"""Largest number of slots that one request may ask for."""
 MOST_SLOT = 2**32 - 1
 
 _OFFER = struct.Struct(f"!4sHQ{TOKEN_BYTES}s")

@@ -33,7 +33,9 @@ class Asked:
         self._client = client
         self._key = f"paceline:{cluster}:planner:asked"
         self._numbers: dict[Role, set[int]] = {}
-        """Possible targets of the platform. After a failed call, the target may be the old or the new number."""
+        """Numbers of workers that may be the platform's targets, by role. After a failed call, the target may be the
+        old or the new number.
+        """
         self._given_up: dict[Role, int] = {}
         """`RoleState.given_up` as it was when the platform's state was last read."""
 

@@ -34,7 +34,7 @@ class LeaderLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this planner may act now."""
+        """Whether this planner has the lease and may act now."""
         return time.monotonic() < self._until
 
     async def renew(self) -> bool:

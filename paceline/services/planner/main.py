@@ -1,4 +1,4 @@
-"""The planner as a process."""
+"""The process of a planner: plans for one cluster until SIGTERM, or replays a record."""
 
 from __future__ import annotations
 

@@ -36,28 +36,28 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """A member as it was seen last."""
+    """The newest known state of a member, and the state at the previous report."""
 
     seen: Seen
     at: float
     since: float
-    """Time at which its present state was first seen."""
+    """Instant at which the member's present state was first seen."""
     member_before: Member | None = None
-    """The member as it was at the previous report, to count what happened since."""
+    """The member as it was at the previous report, to count requests and steps since then."""
 
 
 @dataclass(slots=True)
 class _Times:
-    """Measured times of one role."""
+    """Recently measured starts, drains and flips of one role."""
 
     startups: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
     drains: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
     flips: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
-    """Flips away from this role."""
+    """Times of recent flips from this role to another one, in seconds."""
 
 
 class ReportBuilder:
-    """Makes the reports of one fleet. It remembers what was seen before, because services publish totals.
+    """Makes the reports of one fleet. It remembers earlier members, because services publish totals.
 
     Args:
         startup_seconds: estimated time of a start, used until a worker of the role was seen to start.
@@ -68,8 +68,8 @@ class ReportBuilder:
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
         self._estimates = startup_seconds, drain_seconds, flip_seconds
         self._shares_cores = dict.fromkeys(ROLES, True)
-        """For each role, whether its most recently ready workers take turns on shared cores. Before any was ready, they
-        are assumed to.
+        """For each role, whether its most recently ready workers take turns on shared cores. True before any worker was
+        ready.
         """
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}

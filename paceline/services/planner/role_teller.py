@@ -16,7 +16,7 @@ from paceline.services.platforms.platform import KnownWorker
 
 
 class RoleTeller:
-    """Finds workers in Redis and calls them."""
+    """Finds workers in Redis, and calls them to change their roles."""
 
     def __init__(self, client: Redis, cluster: str, credentials: Credentials, signatures: MemberSignatures) -> None:
         self._client = client

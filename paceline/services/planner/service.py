@@ -39,8 +39,8 @@ this time.
 CALL_SECONDS = 60.0
 """Deadline of one call to the platform, in seconds."""
 HANDOVER_SECONDS = 2.0
-"""Time between another planner's last decision and this one's first, in seconds. By then, the other's last drains are
-known from the workers' reports.
+"""Least time between the previous planner's last decision and this planner's first one, in seconds. By then, the
+other's last drains are known from the workers' reports.
 """
 KEPT = 20
 """Number of newest decisions that `/fleet` shows. If consecutive decisions have the same line, only the last is
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class _Past(NamedTuple):
-    """A decision as people see it."""
+    """A decision in the form that `/fleet` shows to people."""
 
     at: float
     line: str

@@ -32,7 +32,7 @@ ONE_OFF = "com.docker.compose.oneoff"
 CALL_SECONDS = 20.0
 """Deadline of one call to the docker engine, in seconds."""
 GRACE_SECONDS = 60
-"""Time that a worker has to drain if its service has no stop_grace_period, in seconds."""
+"""Seconds that a worker has to drain if its service has no stop_grace_period."""
 
 THREADS = 256
 """Largest number of simultaneous calls to the engine. Each drain occupies one until its container has ended."""

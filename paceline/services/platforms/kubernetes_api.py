@@ -43,7 +43,7 @@ class GoneError(UnavailableError):
 
 
 class MissingError(UnavailableError):
-    """There is no such object (404)."""
+    """The requested object does not exist (404)."""
 
 
 class KubernetesApi:
@@ -167,7 +167,7 @@ class KubernetesApi:
             raise UnavailableError(f"the watch of {path} broke: {error!r}") from error
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to the API server."""
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str] | None = None, **rest: Any) -> Json:

@@ -34,12 +34,12 @@ class Pod:
     role: Role = "decode"
     phase: str = "Pending"
     placed: bool = False
-    """Whether the pod has a node."""
+    """Whether Kubernetes has placed the pod on a node."""
     started: bool = False
     """Whether the pod's container has started, and so has read the role from the pod's label."""
     ready: bool = False
     ending: bool = False
-    """Whether the pod was told to end."""
+    """Whether Kubernetes has told the pod to end."""
     cost: int = 0
     created: str = ""
     """Time of creation as ISO 8601 text in UTC, so that texts sort by time; "" if unknown."""

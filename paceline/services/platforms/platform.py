@@ -86,4 +86,4 @@ class Platform(Protocol):
         """
 
     async def close(self) -> None:
-        """Release connections. Workers keep running."""
+        """Release the connections to the platform. Workers keep running."""

@@ -31,7 +31,7 @@ CallContext = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.Pre
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
-    """Serves `Prefill` with one worker."""
+    """The gRPC service `Prefill` of one worker, through which gateways let it compute prompts."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

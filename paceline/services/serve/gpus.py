@@ -64,5 +64,5 @@ class GpuPlaces:
         return self._workers[gpu] > 1
 
     def give_back(self, gpu: str) -> None:
-        """Free the place of a worker that has ended."""
+        """Note that a worker on this GPU has ended."""
         self._workers[gpu] -= 1

@@ -62,7 +62,7 @@ class ManagedProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process serves now."""
+        """Whether the process runs and has announced that it serves."""
         return self._child is not None and self._child.is_ready and not self._child.exited.done()
 
     async def supervise(self, stack_serves: Callable[[], bool]) -> None:

@@ -45,7 +45,7 @@ class ModelStack:
     ) -> None:
         self.config = config
         self.folder = Path()
-        """Folder of the model, after `prepare`."""
+        """Folder of the prepared model; only valid after `prepare`."""
         self.cluster = f"{folder.name}-{number}"
         self.socket = folder / f"scale-{number}.sock"
         """Path of the Unix socket through which the fleet is scaled."""

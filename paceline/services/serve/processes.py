@@ -145,7 +145,7 @@ class Processes:
         await end_tasks(*self._supervisions.values())
 
     async def stop(self, process: ManagedProcess | None) -> None:
-        """Stop a process, if there is one."""
+        """Stop a process and its supervision. None does nothing."""
         if process is not None:
             if (supervision := self._supervisions.pop(process, None)) is not None:
                 await end_tasks(supervision)

@@ -80,8 +80,8 @@ class WorkerFleet:
         Returns as soon as all processes are started and all drains have begun.
 
         Args:
-            victims: names of the workers that are drained first, in this order, after those that do not serve yet.
-                Then come the newest ones. Names of workers that have ended are ignored.
+            victims: names of the workers to drain, in this order. Workers that do not serve yet are drained before
+                them, and the newest workers after them. Names of workers that have ended are ignored.
 
         Raises:
             ConfigError: the number of workers is out of range, or the machine has no memory for more.

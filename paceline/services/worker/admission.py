@@ -14,7 +14,7 @@ ENDING_SECONDS = 5.0
 
 
 class WorkerAdmission:
-    """Counts the requests of one worker.
+    """Counts the requests of one worker, limits their number, and ends them after a drain.
 
     Args:
         max_requests: the largest number of requests that run at the same time.

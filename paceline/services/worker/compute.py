@@ -81,7 +81,7 @@ def handlers_of(worker: Worker) -> Mapping[Kind, Handler]:
 
 
 class ComputeService(worker_pb2_grpc.ComputeServicer):
-    """Serves `Compute` with one worker."""
+    """The gRPC service `Compute` of one worker, for scores and encodings."""
 
     def __init__(self, worker: ComputingWorker, handlers: Mapping[Kind, Handler]) -> None:
         self._worker = worker

@@ -65,7 +65,7 @@ class WorkerEncoder:
 
     @property
     def waiting(self) -> int:
-        """Number of inputs that wait for their turn."""
+        """Number of inputs that wait for the encoders."""
         return self._turns.waiting
 
     @property
@@ -113,11 +113,11 @@ class WorkerEncoder:
         return times
 
     def note_found(self) -> None:
-        """Count an encoding that was cached already."""
+        """Count an encoding that was found in the cache, for metrics."""
         self._found += 1
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the figures for metrics."""
+        """Yield the numbers and times of encodings as metrics."""
         yield Sample("encodings_computed", self._computed, ENCODINGS, {"cached": "false"})
         yield Sample("encodings_cached", self._found, ENCODINGS, {"cached": "true"})
         yield Sample("encoded_bytes", self._bytes, ENCODED_BYTES)

@@ -47,7 +47,7 @@ class Encodings:
     """Gets encodings for a worker: cached ones to read, and blocks for new ones to write.
 
     An encoding that is written on one worker is found by all others as soon as it is published. If two workers write
-    the same encoding at the same time, each writes blocks of its own, and only those that were published first are
+    the same encoding at the same time, each writes blocks of its own, and only the blocks that were published first are
     cached afterwards.
 
     If a lease ends early, its blocks stay unchanged until the worker releases them, and blocks that the worker has

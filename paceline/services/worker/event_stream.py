@@ -1,4 +1,5 @@
-"""Queues that carry the engine's events to the handlers of requests, and reports of what the events tell.
+"""Queues that carry the engine's events to the handlers of requests, and reports for the gateway made from these
+events.
 
 Reports are statistics for people, which cost nothing per token.
 """

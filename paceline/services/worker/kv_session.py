@@ -56,8 +56,8 @@ class KVSession:
     """One worker's session, from `attach` to `close` or until `lost` is done. It renews the leases meanwhile.
 
     If the session breaks because the service has ended, the worker does not end. A decode worker continues in the
-    blocks that its engine has, which nobody else can get, and claims them from the restarted service. All other leases
-    are lost. Operations wait and are sent again. Carrying one out twice does no harm.
+    blocks that its engine has, which no other worker can get, and claims them from the restarted service. All other
+    leases are lost. Operations wait and are sent again. Carrying an operation out twice does no harm.
 
     Args:
         address: address of the kvtransfer service of this worker's host.
@@ -76,7 +76,7 @@ class KVSession:
         self.source = ""
         """Address at which services of other hosts reach the kvtransfer service of this host."""
         self.has_disk = False
-        """Whether the arena has a disk tier."""
+        """Whether the host's arena has a disk tier."""
         self._worker_id = worker_id
         self.role = role
         """The worker's role, which may change while it has no leases."""
@@ -85,7 +85,7 @@ class KVSession:
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
         self.arena_path = Path()
-        """File of the arena, after `attach`."""
+        """Path of the arena's file; only valid after `attach`."""
         self._layout: KVLayout | None = None
         self._context_tokens = 0
         self._socket_path = ""

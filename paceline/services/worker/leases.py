@@ -142,7 +142,7 @@ class Leases:
         return list(self._newest.values())
 
     def add(self, message: pb.Lease) -> None:
-        """Note a lease that kvtransfer has given."""
+        """Note a lease that kvtransfer has given to this worker."""
         key = key_from_pb(message.key)
         self._forget_unused(key)
         blocks = _Blocks(message.filled_tokens, [list(table.slots) for table in message.tables], message.encoding)

@@ -107,7 +107,8 @@ class RequestMedia:
     async def resume(self, computed_tokens: int) -> None:
         """Hold the complete encodings of spans that end after `computed_tokens`, for a request that was preempted.
 
-        The gateway announces the others by `ready`. Raises StaleError if one is no longer cached on this host.
+        The gateway announces the other encodings by `ready`. Raises StaleError if one of the encodings is no longer
+        cached on this host.
         """
         self._reads = True
         for span in self._spans.values():
@@ -197,7 +198,7 @@ CallContext = grpc.aio.ServicerContext[worker_pb2.ReadyRequest, worker_pb2.Ready
 
 
 class WorkerMedia(worker_pb2_grpc.MediaServicer):
-    """Serves `Media` with the attempts of one worker."""
+    """The gRPC service `Media` of one worker, through which gateways announce complete encodings to its attempts."""
 
     def __init__(self, table: RequestMediaTable) -> None:
         self._table = table

@@ -2,8 +2,8 @@
 
 A worker has a file beside the arena. It consists of the worker's blocks if it computes on a CPU, a `PoolDirectory`, and
 a page that describes the pool, on a GPU also how to map its memory. The file is locked while the worker lives. Reading
-changes no ownership: a reader looks for blocks by name, and each of these blocks is also in the arena. It takes a block
-from the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
+changes no ownership: a reader looks for blocks by name, and each of these blocks is also in the arena. The reader takes
+a block from the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class WorkerProcess(Generic[W]):
         await self._server.set_ready(ready)
 
     async def _leave(self) -> None:
-        """Leave the cluster and end all calls."""
+        """Remove the member from the cluster, and stop the server, which ends all calls."""
         await self._registrar.stop()
         await self._server.close(0)
 

@@ -45,7 +45,7 @@ class WorkerRole:
     def __init__(self, name: Role, drain_seconds: float, tell: Callable[[bool], Awaitable[None]]) -> None:
         self.name = name
         self.epoch = time.time_ns()
-        """Epoch of the member in this role."""
+        """Epoch of the worker's member in its present role."""
         self._drain_seconds = drain_seconds
         self._tell = tell
         self._earlier: set[int] = set()

@@ -1,4 +1,4 @@
-"""The parts of which a worker is made: its process, its options, and its place in the host's arena."""
+"""The parts from which a worker is made: its options, its client of kvtransfer, and its place in the host's arena."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """A worker's place on its host."""
+    """A worker's share of its host: the mapped arena, and time slices on the cores."""
 
     arena: torch.Tensor
     """The host's arena, a flat tensor of the model's dtype."""
     path: Path
-    """The arena's file."""
+    """Path of the arena's file."""
     slots: int
     turns: RoleTurns | None
     """The worker's time slices; None if it shares its cores with no other worker."""
@@ -91,7 +91,7 @@ class ArenaPlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The parts of which a worker is made in its own process."""
+    """The parts from which a process makes its worker."""
 
     config: WorkerConfig
     compute: ComputeOptions

@@ -29,7 +29,7 @@ class ShownClass(_Value):
     refused: int = 0
     """Requests that found no room in time, or whose attempts all failed."""
     refusals: dict[str, int] = Field(default_factory=dict)
-    """Number of refused requests by reason, such as timeout or overload."""
+    """Number of refused requests by reason, such as "timeout" or "overload"."""
     ttft: ReportPercentiles = ReportPercentiles()
     """Time from the arrival to the first token."""
     itl: ReportPercentiles = ReportPercentiles()
@@ -45,7 +45,7 @@ class ShownClass(_Value):
     prompt_tokens: int = 0
     answer_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that were found in caches."""
+    """Number of prompt tokens that were found in caches."""
 
 
 class ReportSeries(_Value):
@@ -74,7 +74,7 @@ class ShownDecision(_Value):
 
     at: float
     line: str
-    """The reason, in one line."""
+    """The planner's reason, in one line of text."""
     actions: tuple[str, ...] = ()
     """The actions in words, such as "add prefill: 3"."""
     effect: str = ""
@@ -89,7 +89,7 @@ class ShownSimulation(_Value):
     load: str
     """The trace or the described load, in words."""
     profile: str
-    """Machine and model of the profile."""
+    """Names of the machine and the model of the profile."""
     fleet: str
     """The fleet at the beginning, and the way in which it was scaled."""
     seconds: float
