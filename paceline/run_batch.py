@@ -1,4 +1,4 @@
-"""`paceline run-batch`: answer the requests of a file, on a stack of its own or on a running one.
+"""`paceline run-batch`: answer the requests of a file, on a stack that the command starts or on a running one.
 
 The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. It makes a batch
 for each URL that lines name. A line that cannot be in a batch gets an error, and the other lines are answered. In a
@@ -218,7 +218,7 @@ class OutputFile:
 
 
 class Server:
-    """A gateway. A request waits while the gateway fails for a short time, for example because it restarts."""
+    """A gateway. Questions are repeated while the gateway fails for a short time, for example because it restarts."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self.api_key = gateway.api_key

@@ -114,7 +114,9 @@ def make_profile(
 
 
 def _lateness(facts: Facts, measured: Measured) -> list[float]:
-    """Return the lateness of tokens, in seconds; empty with several workers, because their steps do not show it."""
+    """Return the lateness of tokens, in seconds; empty with several workers, because their steps do not show
+    lateness.
+    """
     if facts.workers["decode"] > 1:
         return []
     answers = [answer for answer, _ in measured.singles]

@@ -74,7 +74,7 @@ class ProfiledStack:
         return self._gateway.fetch_fleet(path, seconds=FETCH_SECONDS)
 
     def facts(self) -> Facts:
-        """Return the stack's facts. Raises UnavailableError if it has other work, or lacks a worker."""
+        """Return the stack's facts. Raises UnavailableError if the stack has other work, or lacks a worker."""
         fleet, steps = self._fetch_fleet("/fleet"), self._fetch_fleet("/fleet/steps?most=1")
         workers = [
             each for each in fleet["workers"] if each["role"] in ("prefill", "decode") and each["state"] == "ready"
@@ -102,9 +102,10 @@ class ProfiledStack:
         )
 
     def _token_bytes(self) -> float:
-        """Return the bytes of KV of a token. A gateway learns them from a host about a second after its first worker.
+        """Return the number of bytes of KV of one token. A gateway learns it about a second after a host's first
+        worker.
 
-        Raises UnavailableError if no host has reported it in time.
+        Raises UnavailableError if no host has reported this number in time.
         """
         end = time.monotonic() + REPORT_SECONDS
         while True:

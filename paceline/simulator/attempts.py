@@ -259,7 +259,7 @@ class Attempts:
             computing.cores.admit(partial(self._join, sequence, sequence.attempt))
 
     def _join(self, sequence: Sequence, attempt: int) -> None:
-        """Let a prompt join its worker, after the usual delays."""
+        """Let a prompt join its worker, after the measured delays of an admission."""
         if sequence.attempt != attempt or sequence not in self._workers:
             return
         computing = self._workers[sequence].computing

@@ -87,7 +87,7 @@ class SimulatedFleet:
         return worker
 
     def drain(self, worker: SimulatedWorker, to: Role | None = None) -> None:
-        """Let a worker move its requests away, and then end, or take the role `to`."""
+        """Move a worker's requests away. Then end the worker, or let it take the role `to`."""
         if worker.state == "ready":
             worker.state, worker.since = "draining", self._events.now
             self._gateway.drain(worker)

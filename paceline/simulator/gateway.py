@@ -44,7 +44,7 @@ class GatewayOptions:
     local_prefill_tokens: int = 32
     classes: Classes = dataclasses.field(default_factory=lambda: NO_CLASSES)
     retries: int = 0
-    """Largest number of times that a refused client comes back, each at the time that it was told."""
+    """Largest number of times that a client sends a refused request again, each at the time that the refusal names."""
 
 
 class SimulatedGateway:
@@ -103,7 +103,7 @@ class SimulatedGateway:
         self.waiting.wake()
 
     def drain(self, worker: SimulatedWorker) -> None:
-        """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
+        """Give a worker nothing new, and move its decoding sequences to other workers that have room for them."""
         self.known.withdraw(worker)
         for sequence in list(worker.admitted):
             if worker.rows.has(sequence):
@@ -233,7 +233,7 @@ class SimulatedGateway:
     # ---- the end
 
     def _refused(self, sequence: Sequence, refusal: NoRoomError) -> None:
-        """Let a refused client come back at the time that it was told, or end its request."""
+        """Let the client of a refused request send it again at the time that the refusal names, or end the request."""
         if sequence.retries < self._options.retries:
             sequence.retries += 1
             self._events.after(refusal.seconds, self._receive, sequence)

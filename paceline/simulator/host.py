@@ -57,7 +57,7 @@ class Host:
     # ---- leases
 
     def reserve(self, sequence: Sequence, session: int, now: float) -> int:
-        """Reserve blocks for a sequence's context and the beginning of its answer. Return the cached tokens.
+        """Reserve blocks for a sequence's context and the beginning of its answer. Return the number of cached tokens.
 
         Raises BusyError if too few blocks are available, and InvalidRequestError if the host never has enough.
         """

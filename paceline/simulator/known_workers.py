@@ -1,4 +1,6 @@
-"""The workers as the gateway of a simulation knows them: figures from their heartbeats, and its own later calls."""
+"""The workers as the gateway of a simulation knows them: the loads in their heartbeats, and the gateway's later
+calls.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ class KnownWorkers:
         self._events = events
         self._max_model_len = max_model_len
         self._changed: set[SimulatedWorker] = set()
-        """Workers whose newest figures are not in the table yet."""
+        """Workers whose newest loads are not in the table yet."""
 
     def join(self, worker: SimulatedWorker) -> None:
         """Add a worker that is ready."""
@@ -74,7 +76,7 @@ class KnownWorkers:
             calls.update(dataclasses.replace(calls.member, load=load))
 
     def candidates(self) -> CandidateTable:
-        """Return the workers that take work, with their newest figures."""
+        """Return the table of the workers that take work, with their newest loads."""
         while self._changed:
             worker = self._changed.pop()
             if worker.state == "ready" and worker.name in self.calls:

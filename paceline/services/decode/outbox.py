@@ -41,7 +41,7 @@ class Outbox:
 
     @contextlib.asynccontextmanager
     async def member(self, attempt: int, on_close: Callable[[UnavailableError], None]) -> AsyncIterator[None]:
-        """Accept an attempt's events inside a `with` statement. Leaving it waits until they have been written.
+        """Accept an attempt's events inside a `with` statement. At its end, wait until the events have been written.
 
         Raises InvalidRequestError if another attempt has this number.
 

@@ -180,7 +180,7 @@ class _Attempt:
         Args:
             told: time at which the handoff came, on time.monotonic(); None means now.
             moved: bytes that came from another host.
-            path: name of the transport over which they came.
+            path: name of the transport over which the blocks came.
         """
         told = time.monotonic() if told is None else told
         self._worker.intake.check_handoff(self._work, handoff)

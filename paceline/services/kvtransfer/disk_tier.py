@@ -100,7 +100,7 @@ class DiskTier:
         os.close(self._file)
 
     def offer(self, events: Iterable[BlockEvent]) -> None:
-        """Queue the blocks that became reusable in the arena for writing. Ignores other events."""
+        """Queue blocks for writing that became reusable in the arena. Other events are ignored."""
         self._waiting.extend((event.group, event.hash) for event in events if event.op == "stored")
         self._wake.set()
 
@@ -132,7 +132,8 @@ class DiskTier:
         yield Sample("disk_damaged_blocks", self.damaged_blocks)
 
     async def read(self, blocks: Sequence[tuple[int, bytes, int]]) -> list[bool]:
-        """Read blocks into slots of the arena. Nothing touches these slots after it has returned or was cancelled.
+        """Read blocks into slots of the arena. Nothing touches these slots after the call has returned or was
+        cancelled.
 
         Args:
             blocks: (group, hash, slot of the arena) for each block.

@@ -68,7 +68,7 @@ class Exports:
         self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
     def note(self, key: Key) -> None:
-        """Wake the export of a lease, because blocks of it may be complete or it may have ended."""
+        """Wake the export of a lease, because blocks of the lease may be complete or the lease may have ended."""
         if reading := self._readings.get(key[:2]):
             reading.change.set()
 

@@ -137,7 +137,8 @@ class Fetches:
         return reply
 
     async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
-        """Read the blocks of a context that another host has cached and this host lacks into this host's cache.
+        """Bring a context's blocks from another host into this host's cache: blocks that the other host has and this
+        host lacks.
 
         The blocks go into a lease of this service, which ends with this call. Its sealed blocks stay cached.
 

@@ -40,7 +40,7 @@ class Flights(Generic[Caller]):
         """Remove a caller whose fetch has ended, however it ended, or that no longer waits for another caller's fetch.
 
         Returns:
-            The callers that waited for it. They have to ask again.
+            The callers that waited for the removed caller. They have to ask again.
         """
         self._flying.pop(caller, None)
         self._waiting.pop(caller, None)

@@ -1,4 +1,4 @@
-"""The process of a kvtransfer service: makes the service from its options and runs it until SIGTERM."""
+"""The process of a kvtransfer service: makes the service from its options, and runs until SIGTERM."""
 
 from __future__ import annotations
 

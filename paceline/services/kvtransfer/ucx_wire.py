@@ -25,7 +25,7 @@ REQUEST_BYTES = _REQUEST.size
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The port at which an arena can be read, and the token that permits it."""
+    """The port at which an arena can be read, and the token that permits reading."""
 
     port: int
     slot_bytes: int
@@ -37,7 +37,7 @@ class Offer:
 
     @staticmethod
     def parse(data: bytes) -> Offer:
-        """Return the offer in these bytes. Raises ValueError if they are no offer."""
+        """Return the offer that `data` contains. Raises ValueError if `data` is no offer."""
         if len(data) != _OFFER.size:
             raise ValueError(f"an offer has {_OFFER.size} bytes, not {len(data)}")
         magic, port, slot_bytes, token = _OFFER.unpack(data)

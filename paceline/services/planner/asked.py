@@ -37,7 +37,7 @@ class Asked:
         old or the new number.
         """
         self._given_up: dict[Role, int] = {}
-        """`RoleState.given_up` as it was when the platform's state was last read."""
+        """`PlatformRole.given_up` of each role when the platform's state was last read."""
 
     async def read(self) -> bool:
         """Take over the numbers that the previous planner has asked for. Raises RedisError.

@@ -237,7 +237,9 @@ class ReportBuilder:
         )
 
     def _kv(self, member: Member, host: HostReport | None) -> tuple[float, int]:
-        """Return the pressure on the memory in which a worker has its KV, and the tokens of its share of it."""
+        """Return the pressure on the memory that has a worker's KV, and the tokens of the worker's share of this
+        memory.
+        """
         if member.work.kv_tokens:
             return member.work.kv_pressure, member.work.kv_tokens
         if host is None or not host.blocks or member.state == "starting":
@@ -296,7 +298,7 @@ def _merged(gains: list[_Gain], seconds: float) -> Traffic:
 
 
 def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
-    """Return the steps between two reports of one worker, by load. A load that it had forgotten counts anew."""
+    """Return the steps between two reports of one worker, by load. A load that the worker had forgotten counts anew."""
     earlier = {load.load: load for load in before.steps}
     found = []
     for load in after.steps:

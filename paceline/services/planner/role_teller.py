@@ -25,7 +25,7 @@ class RoleTeller:
         self._signatures = signatures
 
     async def tell(self, worker_id: str, role: Role) -> None:
-        """Give a running worker a role. A worker that has it already does nothing.
+        """Give a running worker a role. A worker that has the role already does nothing.
 
         Raises UnavailableError if the worker is not known, does not answer, or cannot take the role now.
         """

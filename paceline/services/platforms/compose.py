@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class DockerEngine(Protocol):
-    """The calls of the docker engine that are used, as `docker.APIClient` has them. They raise DockerException."""
+    """The calls to the docker engine that this platform needs, as in `docker.APIClient`. They raise DockerException."""
 
     def containers(self, *, all: bool, filters: Mapping[str, Any]) -> list[Json]: ...
     def inspect_container(self, container: str) -> Json: ...
@@ -73,7 +73,7 @@ class Container:
     serves: bool
     """Whether the worker in the container is ready."""
     is_dead: bool
-    """Whether the engine failed to remove it. Only its name is still in use."""
+    """Whether the engine failed to remove the container. Only its name is still in use."""
 
     @staticmethod
     def of(

@@ -136,7 +136,8 @@ class PodBook:
 
 
 def is_newer(version: str, other: str) -> bool:
-    """Return whether a resourceVersion is newer than another. Kubernetes 1.35 promises that they are numbers that grow.
+    """Return whether a resourceVersion is newer than another. Kubernetes 1.35 promises that versions are growing
+    numbers.
 
     Versions of another form are taken in the order in which they come.
     """
@@ -185,7 +186,9 @@ def costs(pods: Sequence[Pod], victims: Sequence[Pod]) -> dict[str, int]:
 
 
 def needed_because(pods: Sequence[Pod], pod: Pod) -> str:
-    """Return why a pod must keep its role until another pod of the role is ready; empty if it may leave."""
+    """Return why a pod must keep its role until another pod of the role is ready; empty if the pod may change its
+    role.
+    """
     stay = [each for each in living(pods) if each.role == pod.role and each.name != pod.name]
     if pod.ready and stay and not any(each.ready for each in stay):
         return f"{stay[0].name} is not ready yet"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PREFIX = "paceline-stack-"
 _SETTLED_SECONDS = 60.0
-"""Age in seconds below which an unlocked folder stays, because its process may not have locked it yet."""
+"""Age in seconds below which an unlocked folder is kept, because its process may not have locked it yet."""
 
 
 @contextlib.contextmanager

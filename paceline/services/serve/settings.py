@@ -89,7 +89,7 @@ def models_file(fleets: Iterable[tuple[ServeConfig, Path, str, Path]]) -> str:
 def served_name(config: ServeConfig) -> str:
     """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file.
 
-    For a link, it is the link's own name, which stays the same when the link points to a newer model.
+    For a symbolic link, this is the link's own name, which stays the same when the link points to a newer model.
     """
     if config.served_model_name:
         return config.served_model_name

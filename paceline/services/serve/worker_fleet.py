@@ -191,7 +191,7 @@ class WorkerFleet:
         await asyncio.gather(*(worker.process.stop(grace, hurry) for worker in self._all()))
 
     def _find(self, name: str) -> ServedWorker:
-        """Return the worker with this name. Raises ConfigError if there is none, or if it drains."""
+        """Return the worker with this name. Raises ConfigError if no worker has this name, or if the worker drains."""
         workers = itertools.chain(*self._workers.values())
         if (found := next((worker for worker in workers if worker.name == name), None)) is None:
             raise ConfigError(f"there is no worker {name}, or it drains already; GET /fleet names all workers")

@@ -29,7 +29,7 @@ class WorkerAdmission:
         """Called each time that the worker begins to drain."""
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
-        """Preempted requests in order of preemption, and whether they are of the background."""
+        """For each preempted request, in order of preemption, whether it is of the background."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()

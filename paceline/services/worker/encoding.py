@@ -31,7 +31,7 @@ POLL_SECONDS = (0.01, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class _Obtained:
-    """A complete encoding, and the times that it took."""
+    """A complete encoding, and the time that getting it took."""
 
     held: HeldEncoding
     times: EncodeTimes | None
@@ -100,7 +100,9 @@ class EncodeHandler:
     async def _obtain(
         self, work: common_pb2.Work, span: MediaSpan, media: MediaInput | None, abandoned: asyncio.Event
     ) -> _Obtained | None:
-        """Return a lease of the complete encoding; None if it is not cached and there is no input. Not cancelled."""
+        """Return a lease of the complete encoding; None if it is not cached and there is no input. Do not cancel
+        this.
+        """
         began = time.monotonic()
         name = (work.cache_salt, span.digest)
         lock = self._locks.get(name) or self._locks.setdefault(name, asyncio.Lock())

@@ -1,4 +1,4 @@
-"""Memory of a worker's KV blocks: the host's arena, or a pool of its own above it."""
+"""Memory of a worker's KV blocks: the host's arena, or the worker's own pool with the arena as the tier below."""
 
 from __future__ import annotations
 

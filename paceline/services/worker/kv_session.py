@@ -68,7 +68,7 @@ class KVSession:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over. All leases have ended then."""
         self.leaving = asyncio.Event()
-        """Set when the service is about to end. It waits until its workers have drained and ended."""
+        """Set when the service is about to end. The service waits until its workers have drained and ended."""
         self.sender = BatchSender(self._send)
         self.address = address
         self.id = 0

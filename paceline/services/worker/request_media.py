@@ -53,7 +53,7 @@ class RequestMedia:
         """Whether the attempt has left the engine."""
 
     def attach(self, provide: Provide) -> None:
-        """Give the encodings that are here to the engine, and further ones as they come."""
+        """Give all held encodings to the engine now, and further encodings as they come."""
         self._provide = provide
         for held in self._held.values():
             provide(held)

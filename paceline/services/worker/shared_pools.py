@@ -198,7 +198,7 @@ class _Pool:
 
     Raises:
         FileNotFoundError: its worker has ended; its file has been removed.
-        OSError, RuntimeError, ValueError, DecodeError: it cannot be read here; the message says why.
+        OSError, RuntimeError, ValueError, DecodeError: the pool cannot be read here; the message says why.
     """
 
     def __init__(self, path: Path, own: SharedPool) -> None:
