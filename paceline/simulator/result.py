@@ -1,4 +1,4 @@
-"""The result of a simulation. `to_json` makes JSON of it; the report draws it."""
+"""The result of a simulation, which `to_json` writes as JSON and the report draws."""
 
 from __future__ import annotations
 

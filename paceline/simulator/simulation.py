@@ -1,4 +1,4 @@
-"""A simulation from its beginning to its end, and its result as a value with JSON."""
+"""A simulation from its beginning to its end, which gives a `Result`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class TraceRequest(NamedTuple):
     """One request of a trace: its arrival, its lengths, and the names of its blocks."""
 
     arrival: float
-    """Seconds since the begin of the trace. Requests are in ascending order of this time."""
+    """Seconds since the beginning of the trace. Requests are in ascending order of this time."""
     prompt_tokens: int
     """Length of the prompt in tokens, at least 1."""
     answer_tokens: int
@@ -27,7 +27,7 @@ class TraceRequest(NamedTuple):
     group: str = ""
     """Class of the request, for which objectives may be given."""
     session: str = ""
-    """Conversation of the request, if known. The simulator does not need it."""
+    """Id of the request's conversation; "" if unknown. The simulator does not need it."""
     owner: str = ""
     """Name of the API key of the request. If requests wait, the keys share the free places."""
     priority: int = 0

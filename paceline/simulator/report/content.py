@@ -1,4 +1,4 @@
-"""The content of a simulation's report, as plain values with JSON.
+"""The content of a simulation's report, as plain values that are written as JSON.
 
 Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
 """
@@ -52,7 +52,7 @@ class ReportSeries(_Value):
     """Values over time."""
 
     at: tuple[float, ...] = ()
-    """Instants from the begin of the trace, in order: the ends of equal intervals."""
+    """Instants in seconds from the beginning of the trace, in order: the ends of equal intervals."""
     values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
     """Values by the names that report.js draws, one for each instant. Any name may be missing.
 
