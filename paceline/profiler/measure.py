@@ -1,10 +1,11 @@
 """The requests of a profile, in phases, and the measurements from them.
 
-    prompts    single requests with prompts of every length that a step can have, and some that take several steps texts
-    single requests with texts, which the gateway has to tokenize batches    1, 2, 4, … requests at the same time, up to
-    the largest number that the workers run at once contexts   4 requests at the same time with long prompts arrivals
-    several short prompts and answers at the same time beside     prompts that arrive while 1, 4 and 12 requests are
-    being answered
+    prompts    single requests with prompts of every length that a step can have, and some that take several steps
+    texts      single requests with texts, which the gateway has to tokenize
+    batches    1, 2, 4, … requests at the same time, up to the number that workers run at once
+    contexts   4 requests at the same time with long prompts
+    arrivals   several short prompts and answers at the same time
+    beside     prompts that arrive while 1, 4 and 12 requests are being answered
 
 On a laptop all phases take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
 larger sizes after one that took SLOW_SECONDS.
