@@ -22,22 +22,22 @@ SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayClient:
-    """A client of one gateway."""
+    """A client that sends HTTP requests to one gateway, with an API key if there is one."""
 
     url: str
-    """http://…, https://… or unix:PATH."""
+    """URL of the gateway: http://…, https://… or unix:PATH."""
     api_key: str = ""
     ca_certs: str = ""
     """PEM file with the certificates of the authorities to trust; "" for the authorities of the system or
     $SSL_CERT_FILE.
     """
     model: str = ""
-    """The model whose fleet is asked about; "" if the gateway has one model, or to ask about all models."""
+    """The model whose fleet `fetch_fleet` asks about; "" for all models, or if the gateway has one."""
 
     def fetch_fleet(
         self, path: str, body: Mapping[str, object] | None = None, seconds: float = SECONDS
     ) -> dict[str, Any]:
-        """Return the JSON object at a path that is about the fleet of `model`. See `fetch`."""
+        """Return the JSON object at `path` for the fleet of `model`. Arguments and errors are those of `fetch`."""
         if self.model and body is None:
             path += f"{'&' if '?' in path else '?'}{urllib.parse.urlencode({'model': self.model})}"
         elif self.model and body is not None:
@@ -88,11 +88,11 @@ class GatewayClient:
             return bytes(response.read())
 
     def stream(self, path: str, body: Mapping[str, object], seconds: float = SECONDS) -> Iterator[bytes]:
-        """Yield the lines of an answer as they come.
+        """Send a request and yield the lines of its answer as they come.
 
         Args:
             body: JSON, sent with POST.
-            seconds: deadline of each network operation, so of the time between two lines.
+            seconds: deadline of each network operation; it also limits the time between two lines.
 
         Raises the errors of `send`.
         """
@@ -143,7 +143,7 @@ class GatewayClient:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """A handler that follows redirects only within the gateway's origin, because the API key goes with the request.
 
-    Only a client with a key has it.
+    Clients without an API key follow all redirects.
     """
 
     def redirect_request(
@@ -161,7 +161,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _origin(url: str) -> str:
-    """Return the scheme, host and port of a URL. A port that is the scheme's own is left out."""
+    """Return the scheme, host and port of a URL. The default port of the scheme is left out."""
     parts = urllib.parse.urlsplit(url)
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     is_default = parts.port in (None, {"http": 80, "https": 443}.get(parts.scheme))

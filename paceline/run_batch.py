@@ -1,11 +1,11 @@
-"""`paceline run-batch`: answer the requests of a file, on a stack of its own or on a running one.
+"""`paceline run-batch`: answer the requests of a file, on a stack that the command starts or on a running one.
 
 The work is that of `/v1/files` and `/v1/batches`, so this command only uploads, waits and downloads. It makes a batch
 for each URL that lines name. A line that cannot be in a batch gets an error, and the other lines are answered. In a
 batch, the id of a line is its number, so that ids in the file may be missing or equal.
 
-A batch has a digest of its input in its metadata. A command that was ended and runs again finds the batch by it and
-goes on. The digest is made with the API key, because an admin sees the batches of all keys.
+A batch has a digest of its input in its metadata. A command that was ended and runs again finds the batch by this
+digest and continues it. The digest is made with the API key, because an admin sees the batches of all keys.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from paceline.services.gateway.api.batches.lines import InvalidLineError, error_
 
 POLL_SECONDS = 0.5
 START_SECONDS = 86400.0
-"""Longest time until a stack of the command's own serves. It may have to download the model."""
+"""Longest time until the stack that this command starts serves, in seconds. It may have to download the model."""
 REQUEST_SECONDS = 120.0
 AWAY_SECONDS = 60.0
-"""Time after which a gateway that does not answer is given up, in seconds. The command can be run again."""
+"""Seconds for which a gateway that does not answer is asked again. Then the command ends, and can be run again."""
 DIGEST = "paceline_input"
 """Key of the metadata with the digest of the input."""
 ANSWERED = ("completed", "expired")
-"""States of a batch that has a line for each line of its input. After it has expired, some of them are errors."""
+"""States in which a batch has one output line for each input line. If it expired, some output lines are errors."""
 ENDED = (*ANSWERED, "failed", "cancelled")
 
 Json = dict[str, Any]
@@ -56,7 +56,7 @@ def run_batch(
     """Answer each line of `source` with a line of `target`, in the order of `source`.
 
     Args:
-        model: what `serve` takes as MODEL; used if the gateway has no URL.
+        model: MODEL for `serve`; used only if the gateway's URL is "".
         gateway: gateway of a running stack. If its URL is "", this command starts a stack.
         window: completion window of the batch, such as "24h".
         flags: further flags of `serve`.
@@ -87,7 +87,7 @@ class AskedBatch:
     """The lines of an input file, and their answers as they become known.
 
     Attributes:
-        bodies: for each URL, the lines that a batch may have, by their numbers from 1.
+        bodies: for each URL, the lines that may be in its batch, by line number from 1.
         is_good: whether no line has an error so far.
     """
 
@@ -107,7 +107,7 @@ class AskedBatch:
         self._answers[number] = json.dumps(told, separators=(",", ":")).encode()
 
     def refuse(self, number: int, code: str, message: str) -> None:
-        """Answer a line with an error."""
+        """Set an error as the answer of a line."""
         self.is_good = False
         self.answer(number, error_line("", code, message).encode())
 
@@ -218,7 +218,7 @@ class OutputFile:
 
 
 class Server:
-    """A gateway. A request waits while the gateway fails for a short time, for example because it restarts."""
+    """A gateway. Questions are repeated while the gateway fails for a short time, for example because it restarts."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self.api_key = gateway.api_key
@@ -236,7 +236,7 @@ class Server:
                 time.sleep(POLL_SECONDS)
 
     def upload(self, name: str, content: bytes) -> str:
-        """Upload an input file and return its id."""
+        """Upload an input file of a batch and return its id."""
         cut = uuid.uuid4().hex
         head = f'--{cut}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--{cut}\r\n'
         head += f'Content-Disposition: form-data; name="file"; filename="{name}"\r\n\r\n'
@@ -245,7 +245,7 @@ class Server:
         return str(json.loads(self._gateway.send("POST", "/v1/files", body, kind, REQUEST_SECONDS))["id"])
 
     def download(self, file_id: str) -> bytes:
-        """Return the content of a file."""
+        """Return the content of a file that the server has."""
         return self._gateway.send("GET", f"/v1/files/{file_id}/content", seconds=REQUEST_SECONDS)
 
     def delete(self, file_id: str) -> None:
@@ -282,7 +282,7 @@ def _answer(server: Server, asked: AskedBatch, output: OutputFile, source: Path,
 
 
 def _run(server: Server, url: str, bodies: Mapping[int, Json], source: Path, window: str) -> Json:
-    """Return the batch of some lines after its end."""
+    """Make a batch of some lines, wait for its end, and return it."""
     content = b"".join(json.dumps(body).encode() + b"\n" for body in bodies.values())
     digest = hmac.digest(server.api_key.encode(), content, "sha256").hex()
     batch = _find(server, digest)
@@ -294,7 +294,7 @@ def _run(server: Server, url: str, bodies: Mapping[int, Json], source: Path, win
 
 
 def _refused(batch: Json, bodies: Mapping[int, Json]) -> list[tuple[int, str, str]]:
-    """Return the number, code and message of each line that made a batch fail; nothing if the whole file did."""
+    """Return the number, code and message of each line that made a batch fail; [] if the whole file made it fail."""
     numbers, errors = list(bodies), (batch["errors"] or {"data": []})["data"]
     if not all(each["line"] for each in errors):
         return []

@@ -20,7 +20,7 @@ def scale(
     """Request numbers of workers and new roles of running ones, and print the fleet.
 
     Args:
-        targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of one.
+        targets: e.g. "prefill=3" for a number of workers, "prefill-0=decode" for the new role of a worker.
         drain: ids of workers that shall end. If no change is requested at all, the fleet is only printed.
         release: roles whose number of workers the planner chooses again.
         wait: seconds to wait until all wanted workers are ready in their roles and no worker drains; 0 returns at once.

@@ -47,8 +47,8 @@ def top(gateway: GatewayClient, interval: float, count: int) -> None:
 
 
 def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) -> list[str]:
-    """Return the lines for two answers of /fleet that are `seconds` apart. Rates and shares cover the time between
-    them.
+    """Return the lines to print for two answers of /fleet that are `seconds` apart. Rates and shares cover the time
+    between them.
     """
     earlier = {_name(worker): worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]

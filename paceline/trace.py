@@ -10,11 +10,11 @@ from typing import Any
 from paceline.client import GatewayClient
 
 CHUNKS_SHOWN = 8
-"""Chunks of one attempt that are shown before the last one."""
+"""Largest number of chunks of one attempt that are shown, not counting the last chunk, which is always shown."""
 
 Json = Mapping[str, Any]
 Line = tuple[float | None, str, str]
-"""Milliseconds since the request's arrival, the name of the event, and its details."""
+"""An event: milliseconds since the request's arrival or None, the name of the event, and its details."""
 
 
 def trace(request_id: str, gateway: GatewayClient, as_json: bool) -> None:
@@ -26,7 +26,7 @@ def trace(request_id: str, gateway: GatewayClient, as_json: bool) -> None:
 
 
 def render(told: Json) -> list[str]:
-    """Return the lines for a trace in the gateway's JSON."""
+    """Return the lines to print for a trace, given as the gateway's JSON."""
     lines = [
         f"{told['request_id']}: {told['state']} after {told['ms']:.1f} ms",
         f"{_asked(told)}; arrived {told['arrived']}",

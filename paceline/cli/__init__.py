@@ -26,11 +26,11 @@ from paceline.top import top
 from paceline.trace import trace
 
 _EXTRAS = {"profile": "gateway", "simulate": "gateway", "run-batch": "gateway"}
-"""The pip extra with the dependencies of a tool; dependencies of tools that are not listed are in "convert"."""
+"""The pip extra that each command needs. A command that is neither here nor a service needs the extra "convert"."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+    """Run the command that `argv` names and return its exit code. None takes the arguments of this process."""
     argv = sys.argv[1:] if argv is None else argv
     arguments = vars(build_parser().parse_args(argv or ["--help"]))
     name = arguments.pop("command")
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: dict[str, Any]) -> int:
-    """Run a command and return its exit code. A failure raises an exception."""
+    """Run the command `name` with its arguments and return its exit code. A failure raises an exception."""
     if name == "version":
         print(f"paceline {__version__}")
     elif name == "top":

@@ -1,4 +1,4 @@
-"""`paceline cache`: what Paceline has made in its cache folder, and its removal."""
+"""`paceline cache`: lists the files that Paceline has made in its cache folder, and removes them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEADINGS = ("MODEL", "WHAT", "SIZE", "LAST USE", "IN USE")
 
 
 def show_cache(config: ServeConfig) -> None:
-    """Print a line for each result that is kept, the least recently used first, and the size of all.
+    """Print a line for each entry of the cache folder, the least recently used first, and the size of all entries.
 
     Raises ModelError if the folder cannot be read.
     """
@@ -34,7 +34,7 @@ def show_cache(config: ServeConfig) -> None:
 def prune_cache(config: ServeConfig, everything: bool, older_than: float | None) -> None:
     """Remove entries that are not in use from the cache folder, and print what was removed.
 
-    Without `everything` and `older_than`, remove the least recently used ones until the rest fits --cache-size.
+    Without `everything` and `older_than`, remove the least recently used entries until the others fit --cache-size.
 
     Args:
         everything: whether to remove all entries.

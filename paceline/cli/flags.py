@@ -51,17 +51,17 @@ _METAVARS = {
     "redis_password_file": "FILE",
     "speculative_config": "JSON",
 }
-"""Placeholders of values, for fields whose last word says too little to be one."""
+"""Placeholders of values in help texts, by field. Other fields of text have the last word of their names."""
 
 SHORT_FLAGS = {"speculative_config": ("-sc",)}
-"""Second names of flags."""
+"""Short names that a flag has in addition to its long one, by field."""
 
 HIDDEN_OPTIONS = {"ready_fd", "supervisor_socket"}
-"""Flags with which `paceline serve` starts its services. No help text shows them."""
+"""Fields whose flags only `paceline serve` gives, to the services that it starts. No help text shows them."""
 
 
 def add_options(parser: argparse.ArgumentParser, config: type[Options], names: Iterable[str]) -> None:
-    """Add fields of a config as flags, in groups. `MODEL` is an argument instead."""
+    """Add fields of a config to a parser as flags, in groups. The field `model` becomes the argument MODEL."""
     hints = typing.get_type_hints(config)
     groups: dict[str, Any] = {}
     for name in sorted(names, key=lambda name: _GROUPS.index(group_of(config, name))):
@@ -93,7 +93,7 @@ def _kind(name: str, hint: Any) -> dict[str, Any]:
 
 
 def help_of(config: type[Options], name: str) -> str:
-    """Return the help text of a field, and its default, unless that is empty, 0 or "auto"."""
+    """Return the help text of a field. Its default is at the end, unless the default is empty, 0 or "auto"."""
     field = config.model_fields[name]
     text = str(field.description).replace("%", "%%")
     return text if field.default in ("", 0, "auto") else f"{text} [{field.default}]"

@@ -54,7 +54,7 @@ Options: paceline COMMAND --help. Without a MODEL, serve takes a small bundled o
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return a parser that puts the name of the command into `command`."""
+    """Return the parser of all commands. It puts the name of the chosen command into `command`."""
     parser = _Parser(prog="paceline", add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action=_Overview, nargs=0, default=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
@@ -186,7 +186,7 @@ def _add_profile(commands: Any) -> None:
 
 
 def _file_or(standard: str) -> Callable[[str], Path]:
-    """Return a reader of a file's path, for which "-" means a standard stream, as in other commands."""
+    """Return a function that makes a path of an argument. For "-", the path is `standard`, a standard stream."""
     return lambda text: Path(standard if text == "-" else text)
 
 

@@ -36,9 +36,9 @@ class Service:
     arguments: str
     summary: str
     extra: str
-    """The pip extra with its dependencies."""
+    """The pip extra with the dependencies of the service."""
     role: str = ""
-    """The role in which a worker for text starts."""
+    """The role in which a worker for text starts; "" for all other services."""
 
 
 SERVICES = {
@@ -75,7 +75,7 @@ def load_service_config(name: str, file: Path | None, flags: dict[str, Any]) -> 
 
     Args:
         file: a TOML file with options, if there is one.
-        flags: options of the command line, which override those of the file.
+        flags: options of the command line, which override the options of the file.
 
     Raises:
         ConfigError: an option is unknown or wrong, or there is no usable MODEL.

@@ -14,21 +14,21 @@ from paceline.core.step_record import StepRecord
 from paceline.core.step_times import Curve, Delay, Spread, StepTimes
 
 HELD_OUT = 4
-"""One step in this number is held out of the fit, to measure its quality."""
+"""One of this many steps is held out of the fit, to measure the fit's quality."""
 LEAST_STEPS = 3
-"""A size is fitted if at least this many of its steps were measured."""
+"""Smallest number of steps with one amount of work from which a point of the curve is fitted."""
 MOST_LEVELS = 201
 _ROUNDS = 12
 """Rounds in which the weights of a robust fit settle."""
 _LEAST_RATIO = 0.01
-"""Relative errors below this do not get more weight."""
+"""Steps with relative errors below this get no more weight than steps with this error."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """The quality of a fit: relative errors for steps that were held out."""
+    """The quality of a fit: number of held-out steps, and median and 99th percentile of their relative errors."""
 
     steps: int
     median: float
@@ -40,7 +40,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A curve over an amount of work, and the seconds for each unit of a second amount."""
+    """A fit of step times: seconds by the amount of work, and the seconds that each unit of another amount adds."""
 
     curve: Curve
     slope: float
@@ -52,7 +52,7 @@ class Fit:
 
 
 def fit(work: Sequence[float], other: Sequence[float], seconds: Sequence[float]) -> Fit:
-    """Fit seconds = curve(work) + slope * other, by least absolute relative errors. Nothing is negative.
+    """Fit seconds = curve(work) + slope * other, by least absolute relative errors. Curve and slope are never negative.
 
     The curve has a point at each amount of work that was measured at least LEAST_STEPS times.
 
@@ -87,8 +87,8 @@ def delay_of(seconds: Sequence[float]) -> Delay:
 
 
 def _hats(x: Floats, knots: Floats) -> Floats:
-    """Return the weight of each point of a curve at each x: [len(x), len(knots)]. Beyond the curve's ends, `Curve` is
-    followed.
+    """Return the weight of each point of a curve at each x: [len(x), len(knots)]. Beyond the curve's ends, the weights
+    extrapolate in the way of `Curve`.
     """
     if len(knots) == 1:
         return np.ones((len(x), 1))
@@ -143,8 +143,9 @@ def fit_steps(
     """Fit the times of one role's steps.
 
     Args:
-        prompts, decoding: steps that computed only prompts, or only tokens after them; at least one of each.
-        mixed: steps that computed both; may be empty.
+        prompts: steps that computed only prompts; at least one.
+        decoding: steps that computed only tokens after prompts; at least one.
+        mixed: steps that computed prompts and tokens after prompts; may be empty.
 
     Returns:
         The times, and the quality of each fit.

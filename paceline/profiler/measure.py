@@ -2,12 +2,12 @@
 
     prompts    single requests with prompts of every length that a step can have, and some that take several steps
     texts      single requests with texts, which the gateway has to tokenize
-    batches    1, 2, 4, … requests at the same time, up to what the workers run at once
+    batches    1, 2, 4, … requests at the same time, up to the number that workers run at once
     contexts   4 requests at the same time with long prompts
     arrivals   several short prompts and answers at the same time
     beside     prompts that arrive while 1, 4 and 12 requests are being answered
 
-On a laptop all of them take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
+On a laptop all phases take about two minutes, and on a GPU a few seconds. On a slower machine, a phase leaves out
 larger sizes after one that took SLOW_SECONDS.
 """
 
@@ -24,27 +24,29 @@ from paceline.core.step_record import StepRecord
 from paceline.profiler.stack import Facts, ProfiledAnswer, ProfiledStack
 
 Steps = dict[str, list[StepRecord]]
-"""Steps by the role of their workers."""
+"""Steps by the role of the workers that computed them."""
 Traced = tuple[ProfiledAnswer, Mapping[str, Any]]
-"""A request and its trace."""
+"""An answered request and the gateway's trace of it."""
 
 REPEATS = 6
 LONGEST_PROMPT = 4096
 """Longest prompt of a profile, in tokens."""
 MOST_TOGETHER = 64
-"""Largest number of requests at the same time."""
+"""Largest number of requests that a profile sends at the same time."""
 ANSWER_TOKENS = 48
 SLOW_SECONDS = 20.0
 """If the requests of one size take longer than this, in seconds, larger sizes are left out."""
 _SINGLE_TOKENS = 12
 _ARRIVALS = 8
 _ARRIVING_TOKENS = 48
-"""Requests at the same time, and tokens of each prompt. The gateway holds back none of them, and a prefill worker
-computes each."""
+"""Number of requests that arrive together (_ARRIVALS), and tokens of each prompt. They are so few and long that the
+gateway holds none back and a prefill worker computes each."""
 _BESIDE = (1, 4, 12)
 _BESIDE_TOKENS = (128, 512)
 _MOST_BESIDE = 24
-"""Requests that are answered while prompts come, lengths of the prompts, which alternate, and the most prompts."""
+"""Numbers of requests that are answered while prompts come, the alternating lengths of the prompts in tokens, and the
+largest number of prompts.
+"""
 _WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch from their tower of old grey stone "
 
 
@@ -60,17 +62,17 @@ class Measured:
     decoding: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
     """Steps of phases in which a fixed number of requests were answered."""
     mixed: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
-    """Steps that computed prompts and decoded."""
+    """Steps that computed prompts and decoded sequences at the same time."""
     arrivals: list[tuple[list[Traced], Steps]] = field(default_factory=list)
     """Requests that came at the same time, and the steps that computed their prompts."""
     beside: Steps = field(default_factory=lambda: {"prefill": [], "decode": []})
-    """Steps of prompts that were computed while a fixed number of requests were answered."""
+    """Steps that computed prompts while a fixed number of other requests were answered."""
     crowded: list[Traced] = field(default_factory=list)
-    """Prompts, with their traces, during which the full number of other requests was being answered."""
+    """Requests whose prompts were computed while all of the other requests were being answered, with their traces."""
 
 
 def measure(stack: ProfiledStack, facts: Facts, tell: Callable[[str], None]) -> Measured:
-    """Send the requests of all phases. `tell` gets a line about each."""
+    """Send the requests of all phases and return the measurements. `tell` gets one line about each phase."""
     found = Measured()
     longest = min(facts.max_model_len - ANSWER_TOKENS, LONGEST_PROMPT, facts.host_tokens // 2)
     stack.ask(stack.prompt(min(64, longest)), 4)  # warms up caches and connections
@@ -106,7 +108,7 @@ def _prompt_sizes(budget: int, longest: int) -> Iterator[int]:
 
 
 def _until_slow(sizes: Iterable[int], tell: Callable[[str], None]) -> Iterator[int]:
-    """Yield sizes until the caller takes too long for one."""
+    """Yield sizes until the caller has needed more than SLOW_SECONDS for one size."""
     for size in sizes:
         began = time.monotonic()
         yield size
@@ -190,7 +192,8 @@ def while_answered(crowded: Iterable[Traced], others: Iterable[ProfiledAnswer]) 
     """Return the requests that came, and got their first token, while all of `others` were between their first and last
     tokens.
 
-    An earlier prompt also waited for the prompts of the others, and a later one did not run beside all of them.
+    A prompt that came earlier also waited for the prompts of `others`, and a later prompt did not run beside all of
+    them.
     """
     answered = [other for other in others if other.token_times]
     begin = max((other.sent + other.token_times[0] for other in answered), default=0.0)

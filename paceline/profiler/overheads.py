@@ -1,8 +1,8 @@
 """The times around steps, from the traces of requests that ran alone. Pure functions.
 
-A gateway's trace has instants of the gateway, and a worker's durations. The time between the end of a worker's step and
-the gateway's instant cannot be separated from the time before the step. Their sum is split into equal halves, because
-only the sum matters to a request that runs alone.
+A gateway's trace has instants on the gateway's clock, but of a worker only durations. The time between the end of a
+worker's step and the gateway's instant cannot be separated from the time before the step. Their sum is split into equal
+halves, because only the sum matters to a request that runs alone.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ class Overheads:
 def find_overheads(
     singles: Sequence[Traced], texts: Sequence[Traced], decode_step: float, lateness: Sequence[float] = ()
 ) -> Overheads:
-    """Return the overheads.
+    """Return the delays around steps, from requests that ran alone.
 
     Args:
-        singles, texts: requests that ran alone, with token ids and with texts; at least one of the first.
+        singles: requests with token ids that ran alone; at least one.
+        texts: requests with texts that ran alone; may be empty.
         decode_step: time of a decode step with one sequence, in seconds.
         lateness: lateness of each token relative to the usual time, in seconds; empty if unknown.
 
@@ -79,11 +80,11 @@ def find_lateness(answers: Sequence[ProfiledAnswer], steps: Sequence[StepRecord]
 
     The first tokens after a handoff are late more often, and would be only a small part of a longer answer. The clocks
     of the worker and of the client are not compared. Lateness is relative to the median of each answer. Answers whose
-    tokens do not agree with steps are left out, such as those in which the client got two tokens in one piece.
+    tokens do not agree with steps are left out, such as answers of which the client got two tokens in one piece.
 
     Args:
         answers: answers of requests that ran alone, one after another.
-        steps: steps of the worker that decoded them, in order. More may follow.
+        steps: steps of the worker that decoded the answers, in order. Steps of other requests may follow.
     """
     found: list[float] = []
     decoded = iter(_decoded(steps))
@@ -118,8 +119,9 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
     A prompt also waits for its turn, which the simulator counts apart: on average for half of a decode step.
 
     Args:
-        alone, crowded: requests that ran alone, and those whose prompts came while others were answered.
-        decode_step: time of such a decode step, in seconds.
+        alone: requests that ran alone.
+        crowded: requests whose prompts came while other requests were answered.
+        decode_step: time of a decode step during the crowded requests, in seconds.
     """
     around, more = (
         [part["first"] + part["client"] - part["steps"] for part in map(_parts, answers) if part]
@@ -132,11 +134,11 @@ def find_admit(alone: Sequence[Traced], crowded: Sequence[Traced], decode_step: 
 
 
 def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]) -> float:
-    """Return the seconds by which each simultaneous admission prolongs an admission.
+    """Return the seconds by which an admission takes longer for each other admission at the same time.
 
     Args:
         alone: requests that came alone.
-        arrivals: groups of requests that came at the same time. Those that were admitted last may have waited for
+        arrivals: groups of requests that came at the same time. Requests that were admitted last may have waited for
             more than the work of admissions, so only the first half of each group counts.
     """
     usual = [part["admitted"] for part in map(_parts, alone) if part]
@@ -150,7 +152,7 @@ def find_admission(alone: Sequence[Traced], arrivals: Sequence[Sequence[Traced]]
 
 
 def _parts(traced: Traced) -> dict[str, Any] | None:
-    """Return the instants of a request in seconds from its arrival; None if it did not run in one attempt."""
+    """Return the instants of a request in seconds from its arrival; None if the request had more than one attempt."""
     answer, trace = traced
     (part,) = trace["parts"]
     attempts = part["attempts"]

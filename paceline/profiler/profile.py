@@ -1,4 +1,4 @@
-"""The command `paceline profile`."""
+"""The command `paceline profile`: measures a running stack and writes its profile, for the simulator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.25
 
 
 class Lifetimes(NamedTuple):
-    """Times of a worker, in seconds."""
+    """The times that a worker needs to start and to drain, in seconds."""
 
     startup: float = 60.0
     drain: float = 30.0
@@ -114,7 +114,9 @@ def make_profile(
 
 
 def _lateness(facts: Facts, measured: Measured) -> list[float]:
-    """Return the lateness of tokens, in seconds; empty with several workers, because their steps do not show it."""
+    """Return the lateness of tokens, in seconds; empty with several workers, because their steps do not show
+    lateness.
+    """
     if facts.workers["decode"] > 1:
         return []
     answers = [answer for answer, _ in measured.singles]

@@ -26,7 +26,7 @@ _IDS = range(20, 250)
 
 
 class ProfiledAnswer(NamedTuple):
-    """One answered request."""
+    """One answered request, with the time of each token as the client saw it."""
 
     request_id: str
     prompt_tokens: int
@@ -45,10 +45,9 @@ class Facts:
     max_model_len: int
     numerics: str
     workers: dict[str, int]
-    """Ready workers by role."""
+    """Number of ready workers by role."""
     max_seqs: int
-    """Largest number of sequences that a decode worker runs at the same time: the smallest number over all decode
-    workers."""
+    """Sequences that every decode worker can run at the same time: the smallest limit of all decode workers."""
     max_batched_tokens: int
     takes_turns: bool
     itl_target_seconds: float
@@ -58,7 +57,7 @@ class Facts:
 
 
 class ProfiledStack:
-    """A running stack that has no requests except those of the profiler."""
+    """A running stack that has no other requests than the profiler's."""
 
     def __init__(self, gateway: GatewayClient) -> None:
         self._gateway = gateway
@@ -75,7 +74,7 @@ class ProfiledStack:
         return self._gateway.fetch_fleet(path, seconds=FETCH_SECONDS)
 
     def facts(self) -> Facts:
-        """Return the stack's facts. Raises UnavailableError if it has other work, or lacks a worker."""
+        """Return the stack's facts. Raises UnavailableError if the stack has other work, or lacks a worker."""
         fleet, steps = self._fetch_fleet("/fleet"), self._fetch_fleet("/fleet/steps?most=1")
         workers = [
             each for each in fleet["workers"] if each["role"] in ("prefill", "decode") and each["state"] == "ready"
@@ -103,9 +102,10 @@ class ProfiledStack:
         )
 
     def _token_bytes(self) -> float:
-        """Return the bytes of KV of a token. A gateway learns them from a host about a second after its first worker.
+        """Return the number of bytes of KV of one token. A gateway learns it about a second after a host's first
+        worker.
 
-        Raises UnavailableError if no host has reported it in time.
+        Raises UnavailableError if no host has reported this number in time.
         """
         end = time.monotonic() + REPORT_SECONDS
         while True:
@@ -128,12 +128,14 @@ class ProfiledStack:
         return found
 
     def fetched(self) -> tuple[int, float]:
-        """Return the bytes that hosts have fetched from other hosts, and the seconds that this took."""
+        """Return the number of bytes that hosts have fetched from other hosts, and the seconds that these transfers
+        took.
+        """
         hosts = self._fetch_fleet("/fleet/steps?most=1")["hosts"]
         return sum(each["fetched_bytes"] for each in hosts), sum(each["fetch_seconds"] for each in hosts)
 
     def trace(self, answer: ProfiledAnswer) -> dict[str, Any]:
-        """Return the trace of an answered request."""
+        """Return the gateway's trace of an answered request, as its JSON object."""
         return self._fetch(f"/trace/{answer.request_id}")
 
     def prompt(self, tokens: int) -> list[int]:
@@ -141,7 +143,7 @@ class ProfiledStack:
         return self._source.choices(_IDS, k=tokens)
 
     def ask(self, prompt: list[int] | str, tokens: int) -> ProfiledAnswer:
-        """Return the answer of `tokens` tokens to a prompt. Raises the errors of `GatewayClient.send`."""
+        """Send a prompt and return its answer of `tokens` tokens. Raises the errors of `GatewayClient.send`."""
         name = f"profile-{self._source.getrandbits(48):x}-{next(self._ids)}"
         body = {
             "model": self.model,
@@ -172,5 +174,5 @@ class ProfiledStack:
             return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
 
     def scale(self, targets: dict[str, int] | None = None) -> dict[str, Any]:
-        """Set numbers of workers, and return the state of all roles."""
+        """Set the numbers of workers by role, and return the state of all roles. None sets nothing."""
         return self._gateway.fetch_fleet("/fleet/scale", targets, seconds=60.0)

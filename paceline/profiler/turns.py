@@ -1,4 +1,4 @@
-"""Fits of turns: the effects that two workers on the same cores have on each other, from simultaneous steps."""
+"""Fits of turns: the effects that a prefill and a decode worker on the same cores have on each other."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def find_turns(
     prefill: StepTimes,
     decode: StepTimes,
 ) -> TurnTimes:
-    """Return the times of turns.
+    """Return the times of turns, fitted to simultaneous steps of a prefill and a decode worker on the same cores.
 
     Args:
-        itl_target: the target that the workers were given, in seconds; 0 if none was given.
-        prompts, decoding: steps at the same time, of workers with one clock.
-        prefill, decode: times of such steps alone.
+        itl_target: target for the time between tokens that the workers were given, in seconds; 0 if none was given.
+        prompts: steps that computed prompts.
+        decoding: decode steps in the same period, timed on the same clock.
+        prefill: times of steps with prompts while no worker decodes.
+        decode: times of decode steps while no prompt is computed.
     """
     turns = TurnTimes(itl_target=itl_target, least_share=0.5, backlog_share=0.5) if itl_target else TurnTimes()
     found: dict[str, object] = {}
@@ -49,21 +51,21 @@ def find_turns(
 
 
 class MeasuredArrivals(NamedTuple):
-    """Requests that came at the same time."""
+    """A group of requests that came at the same time, and the steps that computed their prompts."""
 
     requests: int
     prompts: Sequence[StepRecord]
-    """The steps that computed their prompts, on one worker."""
+    """The steps that computed the requests' prompts, on one worker."""
     decoding: Sequence[StepRecord] = ()
-    """Steps of decoding on the same cores."""
+    """Decode steps on the same cores during that time."""
 
 
 def find_arrival(arrivals: Sequence[MeasuredArrivals], prefill: StepTimes, turns: TurnTimes) -> float:
     """Return the seconds by which a prompt takes longer with each further request that arrives.
 
     Args:
-        prefill: times of steps of prompts alone.
-        turns: their prolongation beside decoding.
+        prefill: times of steps with prompts while no worker decodes.
+        turns: the speed of prefill while a worker decodes.
     """
     longer = []
     for count, prompts, decoding in arrivals:

@@ -32,7 +32,7 @@ def add_shared_services(server: grpc.aio.Server, worker: Worker) -> None:
 
 
 async def run(config: WorkerConfig, role: Role) -> None:
-    """Serve until SIGTERM, then drain. Raises PacelineError."""
+    """Serve requests until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on."""
     await run_worker(config, role, make_worker, add_services)
 
 

@@ -18,8 +18,8 @@ def on_disaggregation(apart: Found, together: Found) -> str:
     """Return a sentence that says whether disaggregation pays.
 
     Args:
-        apart: a disaggregated fleet.
-        together: an aggregated one under the same load.
+        apart: result of a disaggregated fleet.
+        together: result of an aggregated fleet under the same load.
     """
     one, other = apart.result, together.result
     load = "this load"
@@ -47,7 +47,7 @@ def on_caches(sizes: Sequence[Found]) -> str:
     """Return a sentence that recommends the smallest cache whose result is close to the best.
 
     Args:
-        sizes: the same fleet, or the cheapest one, with caches of several sizes, at least two.
+        sizes: results of one fleet, or of the cheapest fleet for each size, with caches of at least two sizes.
     """
     ordered = sorted(sizes, key=lambda found: found.tokens)
     are_met = all(found.result.is_met and found.result.cost for found in ordered)
@@ -68,7 +68,7 @@ def on_failure(failure: PlannedFailure, result: Result, share: float) -> str:
     """Return a sentence about the effect of a failure on the requests of each minute.
 
     Args:
-        share: share of the requests that should be within their objectives.
+        share: share of the requests that has to be within the objectives, from 0 to 1.
     """
     within, at = result.within(), int(failure.at / MINUTE)
     later = {minute: good for minute, good in enumerate(within) if minute >= at and good is not None}

@@ -1,7 +1,7 @@
 """The attempts of requests on simulated workers: admission with blocks, prompt, handoff and end.
 
-The life of an attempt is that of docs/design.md. If an attempt's worker ends, the request continues on another worker
-with the tokens that it has.
+Attempts go through the same states as in docs/design.md. If an attempt's worker ends, the request continues on another
+worker with the tokens that it has.
 """
 
 from __future__ import annotations
@@ -29,33 +29,35 @@ from paceline.simulator.worker import SimulatedWorker
 
 
 class Workers(NamedTuple):
-    """The workers of an attempt."""
+    """The workers of an attempt: one that decodes, and possibly another one that computes the prompt."""
 
     decode: SimulatedWorker
     prefill: SimulatedWorker | None
-    """The worker that computes the prompt for the decode worker; None if the decode worker does this itself, or has
-    taken over.
+    """The worker that computes the prompt for the decode worker; None if the decode worker computes the prompt itself,
+    or has taken the request over.
     """
 
     @property
     def computing(self) -> SimulatedWorker:
-        """The worker that computes the prompt."""
+        """The worker that computes the prompt: the prefill worker if there is one, otherwise the decode worker."""
         return self.prefill or self.decode
 
 
 Refusal = str | tuple[str, int]
-"""The name of a worker without room, or the name of a host and the number of tokens that it really has cached."""
+"""Why an attempt cannot begin: the name of a worker without room, or the name of a host and the number of tokens that
+this host really has cached.
+"""
 
 
 class Attempts:
-    """Begins and ends attempts, and is called about the steps of all workers.
+    """Begins and ends attempts, and receives the results of the steps of all workers.
 
     Args:
         block_tokens: tokens of a block.
         seed: decides the delays of handoffs.
         on_room: called when a worker may have room for another request.
-        on_lost: called with a request that has to go on elsewhere.
-        on_first_token: called with a request whose prompt is computed.
+        on_lost: called with a request that has to continue on other workers.
+        on_first_token: called with a request whose prompt is computed, so that its first token is known.
         on_ended: called with a request that has all of its tokens.
         on_steps: called after steps of a worker.
     """
@@ -93,7 +95,7 @@ class Attempts:
         return dict(zip(map(names.__getitem__, found), map(unit.__mul__, found.values())))  # there may be many hosts
 
     def begin(self, sequence: Sequence, placement: Placement) -> Refusal | None:
-        """Begin an attempt. Return None, or the refusal.
+        """Begin an attempt. Return None if it has begun, otherwise the refusal.
 
         Raises InvalidRequestError if no host of this kind ever has enough blocks.
         """
@@ -200,7 +202,7 @@ class Attempts:
         self._preemption.extend(worker, row)
 
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
-        """Record steps that a worker has ended."""
+        """Pass the ended steps of a worker on to the recorder."""
         self._recorder.stepped(worker, run)
         self._on_steps(worker, run)
 
@@ -257,7 +259,7 @@ class Attempts:
             computing.cores.admit(partial(self._join, sequence, sequence.attempt))
 
     def _join(self, sequence: Sequence, attempt: int) -> None:
-        """Let a prompt join its worker, after the usual delays."""
+        """Let a prompt join its worker, after the measured delays of an admission."""
         if sequence.attempt != attempt or sequence not in self._workers:
             return
         computing = self._workers[sequence].computing

@@ -27,7 +27,7 @@ from paceline.simulator.trace_files import read_trace
 
 
 def simulate_fleet(arguments: dict[str, Any]) -> int:
-    """Run the command. Return 0 if the objectives are met, else 1.
+    """Run `paceline simulate` with these options. Return 0 if the objectives are met, else 1.
 
     Raises ConfigError.
     """

@@ -29,7 +29,7 @@ class CoreUser(Protocol):
 
     @property
     def role(self) -> str:
-        """The worker's role."""
+        """The worker's role: "prefill" or "decode"."""
 
     @property
     def has_work(self) -> bool:
@@ -40,7 +40,7 @@ class CoreUser(Protocol):
         """Whether a step is under way."""
 
     def wake(self) -> None:
-        """Begin a step, if the worker may."""
+        """Begin a step if the worker may compute now."""
 
 
 class Cores:
@@ -62,15 +62,15 @@ class Cores:
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
         self._unwanted_at = 0.0
-        """When prefill last had no work."""
+        """Instant at which prefill last had no work."""
 
     def enter(self, worker: CoreUser) -> None:
-        """Note a worker of this host."""
+        """Let a worker of this host take part in the turns."""
         if worker not in self._workers:
             self._workers.append(worker)
 
     def leave(self, worker: CoreUser) -> None:
-        """Forget a worker that has ended."""
+        """Remove a worker that has ended from the turns."""
         if worker in self._workers:
             self._workers.remove(worker)
             self._release()
@@ -80,7 +80,7 @@ class Cores:
         return worker.role == "decode" and any(other.has_work for other in self._of("prefill"))
 
     def admit(self, done: Callable[[], object]) -> None:
-        """Let the time of an admission pass, which is longer while others are under way. Then call `done`."""
+        """Wait for the time of an admission, which is longer while other admissions are under way. Then call `done`."""
         if self.turns.admission:
             self._admissions.add(self.turns.admission, done)
         else:
@@ -118,7 +118,7 @@ class Cores:
         return not (self._events.now < self._until and self.is_wanted(worker))
 
     def begun(self, worker: CoreUser) -> None:
-        """Note that a worker has begun a step."""
+        """Note that a worker has begun a step, which interrupts prefill if the worker decodes."""
         if worker.role == "decode":
             if not self.is_wanted_by_prefill():
                 self._unwanted_at = self._events.now

@@ -41,7 +41,7 @@ from paceline.simulator.trace import LoadTrace, TraceRequest
 _P99 = 2.3263
 """The 99th percentile of the standard normal distribution."""
 _INDEX_BITS = 24
-"""Bits of a block's name for its place; the others are for its conversation or its system prompt."""
+"""Bits of a block's name for its index in the context. The higher bits number its conversation or system prompt."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -51,7 +51,7 @@ class _Table(BaseModel):
 
 
 class Uniform(_Table):
-    """Any value between two is equally likely."""
+    """A uniform distribution: every value from `least` to `most` is equally likely."""
 
     least: Positive
     most: Positive
@@ -67,7 +67,7 @@ class Uniform(_Table):
 
 
 class Skewed(_Table):
-    """Values with a long tail: their logarithms have a normal distribution."""
+    """A log-normal distribution, which has a long tail, given by its median and its 99th percentile."""
 
     median: Positive
     p99: Positive
@@ -98,15 +98,15 @@ def _draw_tokens(amount: Amount, source: random.Random) -> int:
 
 
 class ArrivalPattern(_Table):
-    """The times at which conversations begin."""
+    """The process and the rate with which conversations begin."""
 
     process: Literal["poisson", "even", "bursts"] = "poisson"
     rate: Positive | None = None
-    """Conversations per second."""
+    """Conversations that begin per second; None if `schedule` is given."""
     schedule: tuple[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], ...] = ()
-    """(second, conversations per second from then on), in order; instead of `rate`."""
+    """Pairs (second, conversations per second from then on), in order; empty if `rate` is given."""
     burst: int = Field(default=1, ge=1)
-    """Conversations that begin at once."""
+    """Number of conversations that begin at the same instant; above 1 only for bursts."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
@@ -141,7 +141,7 @@ class Prefix(_Table):
 
 
 class RequestKind(_Table):
-    """One kind of conversation."""
+    """One kind of conversation, and its share of all conversations."""
 
     group: str = Field(default="", alias="class")
     key: str = ""
@@ -155,10 +155,10 @@ class RequestKind(_Table):
 
 
 class DescribedLoad(_Table):
-    """A load. Equal descriptions make equal requests."""
+    """A load, described by its arrivals and its kinds of requests. Equal descriptions make equal requests."""
 
     seconds: Positive
-    """Time during which conversations begin, in seconds."""
+    """Length of the period in which conversations begin, in seconds."""
     seed: int = 0
     max_model_len: int = Field(default=32_768, ge=2)
     """A conversation ends before its context would be longer than this, in tokens."""

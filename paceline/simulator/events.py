@@ -12,7 +12,7 @@ class Events:
 
     def __init__(self) -> None:
         self.now = 0.0
-        """The instant of the event under way."""
+        """The simulated instant of the event under way, in seconds."""
         self._queue: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -22,11 +22,11 @@ class Events:
         heapq.heappush(self._queue, (max(instant, self.now), self._count, call, arguments))
 
     def after(self, seconds: float, call: Callable[..., object], *arguments: Any) -> None:
-        """Have a function called after a time."""
+        """Schedule a call of a function `seconds` from now."""
         self.at(self.now + seconds, call, *arguments)
 
     def run(self, is_over: Callable[[], bool]) -> None:
-        """Let time pass until no event is left or `is_over` returns True after one."""
+        """Carry out events in order, until none is left or `is_over` returns True after an event."""
         while self._queue:
             self.now, _, call, arguments = heapq.heappop(self._queue)
             call(*arguments)

@@ -20,17 +20,17 @@ from paceline.simulator.steps import Kit
 from paceline.simulator.worker import Role, SimulatedWorker
 
 FLIP_SECONDS = 1.0
-"""Time for an idle worker to take its other role, in seconds. Its weights stay."""
+"""Time that an idle worker takes to change its role, in seconds. It keeps its weights."""
 
 _SLICES = 10
 """Number of groups of workers whose heartbeats come one after another."""
 
 
 class SimulatedFleet:
-    """Owns workers and hosts.
+    """Owns the workers and hosts of a simulation, and adds up their costs.
 
     Args:
-        goes_on: function that returns whether there is more to simulate. When it returns False, heartbeats end.
+        goes_on: returns whether the simulation has more to do. When it returns False, heartbeats end.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SimulatedFleet:
     ) -> None:
         self.workers: dict[str, SimulatedWorker] = {}
         self._residents: dict[Host, list[SimulatedWorker]] = defaultdict(list)
-        """All workers that have not ended."""
+        """The workers of each host that have not ended."""
         self.hosts: list[Host] = []
         self.device_seconds = 0.0
         self.cost = 0.0
@@ -87,7 +87,7 @@ class SimulatedFleet:
         return worker
 
     def drain(self, worker: SimulatedWorker, to: Role | None = None) -> None:
-        """Let a worker move its requests away, and then end, or take the role `to`."""
+        """Move a worker's requests away. Then end the worker, or let it take the role `to`."""
         if worker.state == "ready":
             worker.state, worker.since = "draining", self._events.now
             self._gateway.drain(worker)
@@ -118,7 +118,7 @@ class SimulatedFleet:
         return worker
 
     def count_residents(self, host: Host) -> int:
-        """Return the number of workers on a host."""
+        """Return the number of workers on a host that have not ended."""
         return len(self._residents[host])
 
     def _has_place(self, host: Host, role: Role) -> bool:
@@ -156,7 +156,7 @@ class SimulatedFleet:
             self._ready(worker)
 
     def _end(self, worker: SimulatedWorker) -> None:
-        """Forget a worker that has no work."""
+        """End a worker that has no work, and remove it from the fleet."""
         if worker.state != "gone":
             self.pay()
             worker.stop()
@@ -197,7 +197,7 @@ class SimulatedFleet:
             self._events.after(self._scenario.hint_seconds, self._publish)
 
     def pay(self) -> None:
-        """Add up costs until now."""
+        """Add the costs since the last call to the totals."""
         seconds, self._paid_until = self._events.now - self._paid_until, self._events.now
         if seconds:
             devices, hourly_cost = self.expenses()
@@ -205,7 +205,7 @@ class SimulatedFleet:
             self.cost += seconds * hourly_cost / 3600
 
     def expenses(self) -> tuple[float, float]:
-        """Return the number of devices that all workers occupy, and their cost for an hour."""
+        """Return the number of devices that all workers occupy, and the cost of these devices for an hour."""
         devices = [(self._devices(worker), worker.kit.times.hourly_cost) for worker in self.workers.values()]
         return math.fsum(count for count, _ in devices), math.fsum(count * price for count, price in devices)
 

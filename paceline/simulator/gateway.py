@@ -29,14 +29,14 @@ from paceline.simulator.waiting_queue import WaitingQueue
 from paceline.simulator.worker import SimulatedWorker
 
 MOST_REFUSALS = 16
-"""Number of workers that refuse a request in a row before it waits. A real gateway would ask all others first. In a
-full fleet, asking them changes nothing, but takes time.
+"""Number of workers that refuse a request in a row before the request waits. A real gateway would ask all other workers
+first. In a full fleet, asking them changes nothing, but takes time.
 """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GatewayOptions:
-    """The options of `paceline gateway` that matter here, and the number of retries by clients."""
+    """The options of `paceline gateway` that affect a simulation, and the number of retries by clients."""
 
     queue_seconds: float = 60.0
     max_waiting: int = 256
@@ -44,14 +44,14 @@ class GatewayOptions:
     local_prefill_tokens: int = 32
     classes: Classes = dataclasses.field(default_factory=lambda: NO_CLASSES)
     retries: int = 0
-    """Largest number of times that a refused client comes back, each at the time that it was told."""
+    """Largest number of times that a client sends a refused request again, each at the time that the refusal names."""
 
 
 class SimulatedGateway:
-    """Places requests on workers, and refuses those that would wait too long.
+    """Places requests on workers, and refuses requests that would wait too long.
 
     Args:
-        seed: decides all delays.
+        seed: seed of all random delays.
         on_over: called when a request has ended or was refused.
         on_steps: called after steps of a worker.
     """
@@ -103,7 +103,7 @@ class SimulatedGateway:
         self.waiting.wake()
 
     def drain(self, worker: SimulatedWorker) -> None:
-        """Give a worker nothing new, and move its decoding sequences to others that have room for them."""
+        """Give a worker nothing new, and move its decoding sequences to other workers that have room for them."""
         self.known.withdraw(worker)
         for sequence in list(worker.admitted):
             if worker.rows.has(sequence):
@@ -128,7 +128,8 @@ class SimulatedGateway:
         """Receive a request of a trace.
 
         Args:
-            names: names of its full blocks.
+            number: number of the request in the trace.
+            names: names of the full blocks of its context, in order, as far as they are known.
         """
         sequence = Sequence(
             number,
@@ -153,7 +154,7 @@ class SimulatedGateway:
         self._events.after(self._profile.gateway.at(sequence.prompt_tokens, level), self._enter, sequence)
 
     def _enter(self, sequence: Sequence) -> None:
-        """Let a request be placed, now or when it is its turn."""
+        """Place a request now, or put it into the queue until its turn comes."""
         sequence.context = sequence.prompt_tokens + sequence.done
         sequence.background = (sequence.group or DEFAULT) == BACKGROUND
         by = self._control.first_token_by(sequence.group or DEFAULT, sequence.received, None)
@@ -232,7 +233,7 @@ class SimulatedGateway:
     # ---- the end
 
     def _refused(self, sequence: Sequence, refusal: NoRoomError) -> None:
-        """Let a refused client come back at the time that it was told, or end its request."""
+        """Let the client of a refused request send it again at the time that the refusal names, or end the request."""
         if sequence.retries < self._options.retries:
             sequence.retries += 1
             self._events.after(refusal.seconds, self._receive, sequence)

@@ -19,7 +19,9 @@ from paceline.services.kvtransfer.ledger import Ledger
 from paceline.simulator.sequence import HeldLease, Sequence
 
 LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")
-"""One group. The ledger counts in units, BASE_TOKENS of which fill a block; a block may have any number of tokens."""
+"""The KV layout of simulated hosts. The ledger counts units instead of tokens: BASE_TOKENS units fill a block, whatever
+number of tokens a block of the simulation has.
+"""
 
 
 class Host:
@@ -28,7 +30,7 @@ class Host:
     Args:
         number: number among all hosts, from 0.
         block_tokens: tokens of a block.
-        policy: a function from a number of blocks to the cache policy.
+        policy: makes the cache policy for a number of blocks.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Host:
     ) -> None:
         self.number, self.name = number, f"h{number:04}"
         self.tokens = profile.host_tokens
-        """Tokens of KV that the host holds."""
+        """Number of tokens whose KV the host can hold."""
         self._block_tokens = block_tokens
         self._unit = block_tokens // BASE_TOKENS
         self._profile = profile
@@ -55,7 +57,7 @@ class Host:
     # ---- leases
 
     def reserve(self, sequence: Sequence, session: int, now: float) -> int:
-        """Reserve blocks for a sequence's context and the begin of its answer. Return the cached tokens.
+        """Reserve blocks for a sequence's context and the beginning of its answer. Return the number of cached tokens.
 
         Raises BusyError if too few blocks are available, and InvalidRequestError if the host never has enough.
         """

@@ -1,4 +1,6 @@
-"""The workers as the gateway of a simulation knows them: figures from their heartbeats, and its own later calls."""
+"""The workers as the gateway of a simulation knows them: the loads in their heartbeats, and the gateway's later
+calls.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from paceline.simulator.worker import SimulatedWorker
 
 
 class KnownWorkers:
-    """Workers that have joined and not ended.
+    """The workers that have joined and not ended.
 
     Args:
         max_model_len: tokens of the longest context of each worker.
@@ -25,15 +27,15 @@ class KnownWorkers:
         self.host_names: dict[int, str] = {}
         """Names of all hosts on which a worker was, by their numbers."""
         self.calls: dict[str, WorkerCalls] = {}
-        """The gateway's calls, by the names of the workers."""
+        """The gateway's calls under way at each worker, by the worker's name."""
         self._table = CandidateTable(RECENT_SECONDS, lambda: events.now)
         self._events = events
         self._max_model_len = max_model_len
         self._changed: set[SimulatedWorker] = set()
-        """Workers whose newest figures are not in the table yet."""
+        """Workers whose newest loads are not in the table yet."""
 
     def join(self, worker: SimulatedWorker) -> None:
-        """Note a worker that is ready."""
+        """Add a worker that is ready."""
         member = Member(
             worker.name,
             worker.role,
@@ -51,17 +53,17 @@ class KnownWorkers:
         self._changed.add(worker)
 
     def withdraw(self, worker: SimulatedWorker) -> None:
-        """Place no new requests on a worker."""
+        """Take a worker out of the candidates, so that it gets no new requests."""
         self._table.remove(worker.name)
 
     def forget(self, worker: SimulatedWorker) -> None:
-        """Forget a worker that has ended."""
+        """Remove a worker that has ended, and its calls."""
         self._table.remove(worker.name)
         self.workers.pop(worker.name, None)
         self.calls.pop(worker.name, None)
 
     def hear(self, worker: SimulatedWorker) -> None:
-        """Take a worker's heartbeat, with its load."""
+        """Take over the load that a worker's heartbeat reports."""
         calls = self.calls[worker.name]
         load = LoadReport(
             running=len(worker.admitted),
@@ -74,7 +76,7 @@ class KnownWorkers:
             calls.update(dataclasses.replace(calls.member, load=load))
 
     def candidates(self) -> CandidateTable:
-        """Return the workers that take work, with their newest figures."""
+        """Return the table of the workers that take work, with their newest loads."""
         while self._changed:
             worker = self._changed.pop()
             if worker.state == "ready" and worker.name in self.calls:

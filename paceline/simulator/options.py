@@ -1,4 +1,6 @@
-"""The options of `paceline simulate`. Importing them loads no other file."""
+"""The options of `paceline simulate`. This module imports no other part of the simulator, so that help texts come
+fast.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ each fleet with prefill workers. For example: paceline simulate --profile a100.j
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
+    """Add the options of `paceline simulate` to its parser."""
     load = parser.add_argument_group("load (one of --trace and --load)")
     load.add_argument(
         "--trace", type=Path, metavar="FILE", help="requests that a gateway recorded with --record-trace, or Mooncake's"

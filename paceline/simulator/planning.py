@@ -34,7 +34,7 @@ class SimulatedPlanner:
     """Calls the planner at its interval and carries out its decisions.
 
     Args:
-        goes_on: returns whether there is more to simulate.
+        goes_on: returns whether the simulation has more to do. When it returns False, no further decision is made.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SimulatedPlanner:
         goes_on: Callable[[], bool],
     ) -> None:
         self.decisions: list[Decision] = []
-        """Decisions that change something, in order."""
+        """Decisions with an action that changes the fleet, in order."""
         self._planner, self._events, self._fleet = planner, events, fleet
         self._gateway, self._recorder, self._goes_on = gateway, recorder, goes_on
         self._revision = 0
@@ -55,11 +55,11 @@ class SimulatedPlanner:
         self._loads: dict[str, dict[int, _Load]] = {}
 
     def begin(self) -> None:
-        """Decide for the first time after an interval."""
+        """Schedule the first decision, one interval from now."""
         self._events.after(self._planner.objectives.fast_seconds, self._decide)
 
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
-        """Note steps of a worker, as its step times report them."""
+        """Add the ended steps of a worker to the step times in its next report."""
         tokens = sum(count for _, count in run.chunks) + run.rows
         context = sum(sequence.computed for sequence, _ in run.chunks) + run.context + run.rows * (run.steps - 1) / 2
         loads = self._loads.setdefault(worker.name, {})

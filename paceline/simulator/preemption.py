@@ -16,7 +16,7 @@ from paceline.simulator.worker import SimulatedWorker
 
 
 class Preemption:
-    """Gives rows more blocks, and takes them from others.
+    """Gives rows more blocks, and takes blocks from other sequences if the host has none left.
 
     Args:
         move: a function that ends an attempt, so that its request continues on another worker.
@@ -28,7 +28,7 @@ class Preemption:
         """Workers with preempted sequences, by their hosts."""
 
     def extend(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
-        """Give a row more blocks. If there are none, the newest sequence of the worker gives back its own."""
+        """Give a row more blocks. If the host has none left, the worker's newest sequence gives back its blocks."""
         sequence, now = row.sequence, self._events.now
         length = worker.rows.length(row)
         worker.host.seal(sequence, length - 1, now)
@@ -40,7 +40,9 @@ class Preemption:
                 self._preempt(worker, next((other for other in reversed(worker.admitted) if other.held), sequence))
 
     def _preempt(self, worker: SimulatedWorker, sequence: Sequence) -> None:
-        """Take the blocks of a sequence."""
+        """Take all blocks of a sequence away. The sequence waits for new blocks, or its request moves to another
+        worker.
+        """
         self._recorder.preemptions += 1
         if worker.rows.has(sequence):
             # It keeps its place, and computes its context again when it gets other blocks.
@@ -53,7 +55,7 @@ class Preemption:
             self._move(sequence)
 
     def retry(self, host: Host) -> None:
-        """Let preempted sequences of a host continue, in order, if there are blocks."""
+        """Let preempted sequences of a host continue, in order, as far as the host has blocks for them."""
         short = self._short.pop(host, ())
         for worker in sorted(short, key=lambda waiting: waiting.number):
             while worker.preempted and worker.state == "ready":

@@ -38,14 +38,14 @@ class Times:
         self.total = 0.0
 
     def add(self, seconds: float, times: float = 1.0) -> None:
-        """Count a time, as often as `times` says."""
+        """Count one duration, in seconds, `times` times."""
         bucket = int((math.log(max(seconds, 1e-5)) - _LEAST) / _WIDTH)
         self._counts[min(bucket, _BUCKETS - 1)] += times
         self.count += times
         self.total += seconds * times
 
     def add_all(self, seconds: NDArray[np.float64], times: float) -> None:
-        """Count several times, each as often as `times` says."""
+        """Count several durations, in seconds, each of them `times` times."""
         buckets = ((np.log(np.maximum(seconds, 1e-5)) - _LEAST) / _WIDTH).astype(np.intp)
         np.add.at(self._counts, np.minimum(buckets, _BUCKETS - 1), times)
         self.count += times * len(seconds)
@@ -53,7 +53,7 @@ class Times:
 
     @staticmethod
     def merged(parts: Iterable[Times]) -> Times:
-        """Return a histogram of all times in `parts`."""
+        """Return one histogram with the durations of all `parts`."""
         whole = Times()
         for part in parts:
             whole._counts += part._counts
@@ -62,7 +62,7 @@ class Times:
         return whole
 
     def percentile(self, share: float) -> float:
-        """Return the percentile at `share`, at most 0.5 % off; 0 if there are no times."""
+        """Return the percentile at `share` (0 to 1) in seconds, at most 0.5 % off; 0 if nothing was counted."""
         if not self.count:
             return 0.0
         bucket = int(np.searchsorted(np.cumsum(self._counts), share * self.count - 1e-9))
@@ -76,7 +76,7 @@ class Minute:
     arrivals: int = 0
     finished: int = 0
     good: int = 0
-    """Requests that met all objectives."""
+    """Number of requests that met all objectives of their class."""
     refused: int = 0
     ttft: Distribution = field(default_factory=Distribution)
     mean_itl: Distribution = field(default_factory=Distribution)
@@ -84,26 +84,26 @@ class Minute:
 
 @dataclass(slots=True)
 class ClassRecord:
-    """The requests of one class."""
+    """Counts and times of the requests of one class."""
 
     arrivals: int = 0
     finished: int = 0
     good: int = 0
     refused: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    """Number of refused requests by reason, as in `queueing/shedding.py`."""
+    """Number of refused requests by reason; `queueing/shedding.py` has the reasons."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens of the prompts of first attempts that were cached."""
+    """Prompt tokens that first attempts found in the cache."""
     answer_tokens: int = 0
     attempts: int = 0
     ttft: array[float] = field(default_factory=lambda: array("d"))
     queued: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds from arrival to the first placement."""
+    """Seconds from arrival to the first placement, one value for each request whose first attempt has begun."""
     mean_itl: array[float] = field(default_factory=lambda: array("d"))
     """Mean time between tokens of each request with at least two tokens, in seconds."""
     seconds: array[float] = field(default_factory=lambda: array("d"))
-    """Times from arrival to end."""
+    """Seconds from arrival to end, one value for each finished request."""
     itl: Times = field(default_factory=Times)
     minutes: defaultdict[int, Minute] = field(default_factory=lambda: defaultdict(Minute))
 
@@ -128,8 +128,8 @@ class SimulationRecorder:
 
     Args:
         token: delay from the end of a step until clients have its tokens.
-        watches: whether a planner reads the traffic.
-        seed: decides the order of these delays.
+        watches: whether a planner reads the recent traffic (`Recent`).
+        seed: seed of the order of these delays.
     """
 
     def __init__(self, objectives: Objectives, token: Delay, watches: bool = False, seed: int = 0) -> None:
@@ -152,7 +152,7 @@ class SimulationRecorder:
         return self.classes[group]
 
     def take_recent(self) -> dict[str, Recent]:
-        """Return the traffic since the last call."""
+        """Return the traffic since the last call, by class."""
         recent, self.recent = self.recent, {group: Recent() for group in self.classes}
         return recent
 
@@ -166,7 +166,7 @@ class SimulationRecorder:
             recent.prompts.add(sequence.prompt_tokens)
 
     def started(self, sequence: Sequence, now: float) -> None:
-        """Count an attempt that has its blocks."""
+        """Count an attempt that has got its blocks. For a first attempt, also count its cached tokens and its wait."""
         record = self.of(sequence.group)
         record.attempts += 1
         sequence.starts += 1
@@ -180,7 +180,7 @@ class SimulationRecorder:
             recent.started_tokens += sequence.prompt_tokens
 
     def first_token(self, sequence: Sequence, at: float) -> None:
-        """Count the first token of an attempt, which the client has at an instant."""
+        """Count the first token of an attempt, which the client gets at the instant `at`."""
         record = self.of(sequence.group)
         if sequence.first_token < 0:
             sequence.first_token = at
@@ -225,7 +225,7 @@ class SimulationRecorder:
             self.recent[sequence.group].itl.add(max(0.0, at - sequence.last_token))
 
     def ended(self, sequence: Sequence, at: float) -> None:
-        """Count a request that has all of its tokens; the client has the last one at `at`."""
+        """Count a finished request, whose last token the client gets at the instant `at`."""
         record, limits = self.of(sequence.group), self._objectives.latency(sequence.group)
         ttft = sequence.first_token - sequence.arrival
         itl = (at - sequence.first_token) / max(1, sequence.answer_tokens - 1)
@@ -247,7 +247,7 @@ class SimulationRecorder:
             recent.answers.add(sequence.answer_tokens)
 
     def refused(self, sequence: Sequence, reason: str) -> None:
-        """Count a request that was refused, or that never fits."""
+        """Count a request that was refused, or that no worker can ever take."""
         record = self.of(sequence.group)
         record.refused += 1
         record.reasons[reason] += 1

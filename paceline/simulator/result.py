@@ -1,4 +1,4 @@
-"""The result of a simulation. `to_json` makes JSON of it; the report draws it."""
+"""The result of a simulation, which `to_json` writes as JSON and the report draws."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class MinuteResult(NamedTuple):
     refused: int
     finished: int
     ttft_p50: float
-    """Percentiles in seconds, at most 4.5 % off."""
+    """Percentile of the time to first token, in seconds, at most 4.5 % off; likewise `ttft_p99`."""
     ttft_p99: float
     itl_p50: float
-    """Median over the requests of their mean times between tokens, in seconds."""
+    """Median of the requests' mean times between tokens, in seconds, at most 4.5 % off; likewise `itl_p99`."""
     itl_p99: float
 
 
 @dataclass(frozen=True, slots=True)
 class ClassResult:
-    """The requests of one class."""
+    """Counts and times of the requests of one class."""
 
     requests: int
     finished: int
@@ -60,23 +60,23 @@ class ClassResult:
     """Number of refused requests by reason: queue_full, priority, overload, timeout, deadline, background, or
     too long."""
     good: int
-    """Requests that met all objectives of the class: time to first token, and mean time between tokens."""
+    """Number of requests that met all objectives of the class: time to first token, and mean time between tokens."""
     attained: float
-    """Share of good requests, from 0 to 1."""
+    """Share of good requests among all requests of the class, from 0 to 1."""
     is_met: bool
     """Whether the share of good requests is at least the objectives' share."""
     goodput: float
-    """Good requests per second."""
+    """Good requests of the class per second."""
     hit_rate: float
-    """Share of the prompt tokens that were cached."""
+    """Share of the prompt tokens that first attempts found in the cache, from 0 to 1."""
     prompt_tokens: int
     answer_tokens: int
     attempts: int
     ttft: Percentiles
     itl: Percentiles
-    """Times between two tokens, of all tokens."""
+    """Percentiles of the time between two tokens, over all tokens of the class."""
     mean_itl: Percentiles
-    """Mean times between tokens, of all requests."""
+    """Percentiles of the mean time between tokens, over all requests of the class."""
     seconds: Percentiles
     """Percentiles of the time from arrival to end."""
     queued: Percentiles
@@ -89,7 +89,7 @@ class Level(NamedTuple):
 
     at: float
     prefill: int
-    """Prefill workers that are ready."""
+    """Number of prefill workers that are ready."""
     decode: int
     starting: int
     draining: int
@@ -107,14 +107,14 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of a fleet under a load."""
+    """The results of one fleet under one load."""
 
     seconds: float
-    """Simulated time until the last request ended."""
+    """Simulated time until the last request ended, in seconds."""
     prefill: int
-    """Prefill workers at the begin."""
+    """Number of prefill workers at the beginning."""
     decode: int
-    """Decode workers at the begin."""
+    """Number of decode workers at the beginning."""
     is_aggregated: bool
     classes: dict[str, ClassResult]
     device_seconds: float
@@ -123,7 +123,7 @@ class Result:
     """Price of the device-seconds, in the currency of the profile."""
     preemptions: int
     busy: dict[str, float]
-    """For each role, the share of the time in which its workers computed."""
+    """For each role, the share of time in which its workers computed, from 0 to 1."""
     levels: list[Level]
     decisions: list[Decision]
     """Decisions of the planner that changed the fleet."""
@@ -135,7 +135,7 @@ class Result:
 
     @property
     def goodput(self) -> float:
-        """Good requests of all classes per second."""
+        """Good requests per second, over all classes."""
         return sum(each.goodput for each in self.classes.values())
 
     @property
@@ -145,7 +145,9 @@ class Result:
         return sum(each.prompt_tokens * each.hit_rate for each in self.classes.values()) / max(1, prompts)
 
     def within(self) -> list[float | None]:
-        """Return the share of good requests among those that arrived in each minute; None if none did."""
+        """Return, for each minute, the share of good requests among the requests that arrived in it; None if none
+        arrived.
+        """
         arrivals, good = Counter[int](), Counter[int]()
         for class_ in self.classes.values():
             for each in class_.minutes:
@@ -157,7 +159,7 @@ class Result:
         ]
 
     def to_json(self) -> str:
-        """Return the result as JSON."""
+        """Return the result as the text of a JSON object."""
         return json.dumps({**self.as_dict(), "is_met": self.is_met, "goodput": self.goodput})
 
     def as_dict(self) -> dict[str, Any]:
@@ -173,7 +175,7 @@ def class_result(record: ClassRecord, latency: Latency, seconds: float) -> Class
     """Return the result of one class.
 
     Args:
-        seconds: time of the whole simulation.
+        seconds: duration of the whole simulation, in seconds.
     """
     itl = record.itl
     mean = itl.total / itl.count if itl.count else 0.0

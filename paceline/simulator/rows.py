@@ -18,7 +18,7 @@ from paceline.simulator.series import SIZE, Yields
 
 @dataclass(slots=True, eq=False)
 class SimulatedRow:
-    """A sequence that decodes."""
+    """A decoding sequence, and the steps at which it ends or next needs blocks."""
 
     sequence: Sequence
     number: int
@@ -36,7 +36,7 @@ class SimulatedRows:
     """The rows of a worker.
 
     Args:
-        yields: tokens that steps give.
+        yields: series of the numbers of tokens that steps give to one row.
     """
 
     def __init__(self, yields: Yields) -> None:
@@ -69,7 +69,7 @@ class SimulatedRows:
         """Add a sequence, which decodes from the next step on.
 
         Args:
-            capacity: tokens that fit into its blocks.
+            capacity: number of tokens that fit into the blocks of the sequence.
         """
         length = sequence.prompt_tokens + sequence.done
         index = _index(sequence)
@@ -108,7 +108,7 @@ class SimulatedRows:
         return next(reversed(self._rows.values()), None)
 
     def length(self, row: SimulatedRow) -> int:
-        """Return the tokens of a row's context."""
+        """Return the number of tokens that a row's context has now."""
         return row.joined_len + self._done(row) - row.joined_done
 
     def _done(self, row: SimulatedRow) -> int:

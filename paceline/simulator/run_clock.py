@@ -19,19 +19,19 @@ class RunClock:
 
     def __init__(self, events: Events, ended: Callable[[Run], object]) -> None:
         self.run: Run | None = None
-        """The steps under way."""
+        """The steps under way; None if there are none."""
         self._events, self._ended = events, ended
         self._version = 0
-        """Grows with every change of the end, so that events of earlier ends are ignored."""
+        """Incremented at every change of the end, so that events of earlier ends are ignored."""
         self._left = 0.0
         """Seconds of work that were left at `_resumed`."""
         self._speed = 1.0
-        """Seconds of work that are done in a second."""
+        """Seconds of work that are done in one simulated second."""
         self._is_paused = False
         self._resumed = 0.0
 
     def begin(self, run: Run, speed: float = 1.0) -> None:
-        """Let steps begin. They replace the steps that are under way.
+        """Begin a run of steps. It replaces the run under way, if there is one.
 
         Args:
             speed: seconds of the steps' work that are done in one second.
@@ -40,7 +40,7 @@ class RunClock:
         self._go_on(max(0.0, run.begin + run.seconds(run.steps) - self._events.now))
 
     def cut(self, steps: int) -> None:
-        """End the run after its first steps; nothing changes if it has no more."""
+        """End the run after its first `steps` steps. Do nothing if it has no more steps than that."""
         run = self.run
         if run is not None and steps < run.steps:
             run.steps = steps
@@ -60,25 +60,25 @@ class RunClock:
         self.run, self._is_paused = None, False
 
     def pause(self) -> None:
-        """Stop in the middle of a step."""
+        """Interrupt the step under way until `resume`. Its computed part stays computed."""
         if self.run is not None and not self._is_paused:
             self._is_paused, self._left = True, self._work_left()
             self._version += 1
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of the step under way."""
+        """Number of prompt tokens that the step under way computes."""
         return 0 if self.run is None else sum(tokens for _, tokens in self.run.chunks)
 
     def delay_prompts(self, seconds: float) -> None:
-        """Lengthen the step under way, which computes prompts."""
+        """Lengthen the step under way by `seconds` of work, because requests arrive while it computes prompts."""
         if self._is_paused:
             self._left += seconds
         elif self.run is not None and self.run.chunks:
             self._go_on(self._work_left() + seconds)
 
     def resume(self, speed: float) -> None:
-        """Go on with a step that is paused, at another speed."""
+        """Continue a paused step, at another speed."""
         if self.run is not None and self._is_paused:
             self._is_paused, self._speed = False, speed
             self._go_on(self._left)

@@ -35,28 +35,28 @@ class PlannedFailure:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One fleet under one load."""
+    """One fleet with its options and failures. The load is not part of it."""
 
     profile: Profile
     prefill: int
-    """Prefill workers at the begin."""
+    """Number of prefill workers at the beginning."""
     decode: int
-    """Decode workers at the begin."""
+    """Number of decode workers at the beginning."""
     objectives: Objectives = field(default_factory=Objectives)
     is_aggregated: bool = False
     """Whether all workers are alike, and each computes prompts and decodes."""
     workers_per_host: int = 8
-    """Workers on one host. Ignored if the workers of the profile share cores, because a host then has one worker of
-    each role."""
+    """Number of workers on one host. Ignored if the workers of the profile share cores, because a host then has one
+    worker of each role."""
     cache_policy: str = "adaptive"
     host_tokens: int = 0
-    """Tokens of KV that a host holds; 0 takes the profile's."""
+    """Tokens of KV that a host holds; 0 takes the number in the profile."""
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
     failures: tuple[PlannedFailure, ...] = ()
     restarts: bool = True
     """Whether workers that have failed are started again."""
     plans: bool = False
-    """Whether the planner changes the fleet."""
+    """Whether a planner changes the numbers and roles of workers during the simulation."""
     hint_seconds: float = 0.5
     """Time after which the gateway learns of changes to the hosts' cached blocks, in seconds."""
     heartbeat_seconds: float = 1.0
@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """The fleet in words."""
+        """Name of the fleet, in words: its numbers of workers, and its cache if that is not the profile's."""
         cache = f", {self.host_tokens:,} tokens of cache on each host" if self.host_tokens else ""
         if self.is_aggregated:
             return f"{self.prefill + self.decode} workers that compute prompts and decode{cache}"

@@ -10,36 +10,36 @@ from paceline.simulator.result import Result
 from paceline.simulator.scenario import Scenario
 
 MOST_WORKERS = 4096
-"""Largest number of workers of one role that are tried."""
+"""Largest number of workers of one role that the search tries."""
 FASTER = 0.02
-"""Least relative gain in speed from more workers. With a smaller gain, further workers would not help."""
+"""Least relative gain in speed from more workers. If the gain is smaller, the search adds no further workers."""
 
 Try = Callable[[Scenario], Result]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Found:
-    """A fleet and its result."""
+    """A simulated fleet and its result."""
 
     scenario: Scenario
     result: Result
 
     @property
     def tokens(self) -> int:
-        """Tokens of KV that a host holds."""
+        """Number of tokens whose KV a host can hold."""
         return self.scenario.host_tokens or self.scenario.profile.host_tokens
 
 
 class MissedError(ConfigError):
-    """No number of workers meets the objectives."""
+    """No number of workers that the search tried meets the objectives."""
 
 
 def cheapest(scenario: Scenario, attempt: Try) -> Found:
     """Return the fleet with the fewest workers of each role that meets the objectives.
 
     More workers are assumed to be never worse. First both roles grow until the objectives are met. Then one role after
-    the other shrinks as far as the objectives are still met. The more expensive role shrinks first, and both shrink
-    once more, because a role may need fewer workers after the other one has found its number.
+    the other shrinks as far as the objectives are still met. The more expensive role shrinks first, and both are tried
+    once more, because a role may need fewer workers after the other role has its final number.
 
     Args:
         scenario: fleet to begin with. A role without workers stays without workers.
@@ -82,7 +82,7 @@ def _is_better(result: Result, before: Result) -> bool:
 
 def _served(result: Result) -> tuple[int, int, float]:
     """Return the number of requests that met their objectives, the number that got an answer, and the total seconds of
-    the latter.
+    answered requests.
     """
     classes = result.classes.values()
     return (

@@ -21,19 +21,19 @@ _PRIVATE = itertools.count(1 << 64)
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """A lease that a request has on a host."""
+    """A lease of a request's blocks on one host."""
 
     key: Key
     session: int
     capacity: int
-    """Tokens that fit into its blocks."""
+    """Number of tokens that fit into the blocks of the lease."""
     sealed: int
-    """Blocks at the front that have their names."""
+    """Number of blocks, from the first one on, that were published under their names."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request from its arrival to its end."""
+    """One request from its arrival to its end."""
 
     number: int
     arrival: float
@@ -43,22 +43,22 @@ class Sequence:
     names: list[bytes]
     """Names of full blocks of the context, as far as they are known."""
     owner: str = ""
-    """Name of its API key. Waiting requests of different keys share the room."""
+    """Name of the API key of the request. Waiting requests of different keys share the free places."""
     priority: int = 0
-    """Lower is more urgent."""
+    """Priority of the request; lower is more urgent."""
     received: float = 0.0
-    """Instant at which its client last sent it."""
+    """Instant at which the client last sent the request."""
     retries: int = 0
-    """Number of times that its client came back after a refusal."""
+    """Number of times that the client sent the request again after a refusal."""
     background: bool = False
-    """Whether nobody waits for it."""
+    """Whether the request is of the background: nobody waits for its answer."""
     wanted_seconds: float | None = None
     """Objective for the time to first token, in seconds from arrival; None if there is none."""
     waits_since: float = 0.0
-    """Instant at which it last entered the queue."""
+    """Instant at which the request last entered the queue."""
     attempt: int = 0
     done: int = 0
-    """Tokens of the answer that the client has."""
+    """Number of the answer's tokens that the client has."""
     context: int = 0
     """Number of tokens with which the present attempt began: the prompt, and the tokens of earlier attempts."""
     cached: int = 0
@@ -66,13 +66,13 @@ class Sequence:
     computed: int = 0
     """Tokens of the context that are computed or cached."""
     prompt_arrival: Arrival | None = None
-    """Arrival among the prompts of its worker; None until a step could include the prompt."""
+    """Arrival of the prompt in the order of its worker's prompts; None until a step could include the prompt."""
     is_handed_over: bool = False
     """Whether, in the present attempt, the decode worker is another worker than the one that computes the prompt."""
     changes_hosts: bool = False
-    """Whether the other worker is on another host."""
+    """Whether the decode worker is on another host than the worker that computes the prompt."""
     held: dict[str, HeldLease] = field(default_factory=dict)
-    """Leases of the attempt, by host."""
+    """Leases of the present attempt, by the host's name."""
     sent: int = 0
     """Number of the attempt's prompt tokens that count as queued on the computing worker."""
     moved: float = 0.0
@@ -81,13 +81,13 @@ class Sequence:
     first_token: float = -1.0
     """Instant of the first token; negative before it."""
     last_token: float = 0.0
-    """Instant of the newest token. It is only updated at joins, leaves and ends."""
+    """Instant of the newest token. It is only updated when the sequence joins or leaves rows, or ends."""
     placed: float = -1.0
-    """Instant of the first placement."""
+    """Instant at which the request was first placed on workers; negative before that."""
     starts: int = 0
     """Number of attempts that got their blocks."""
     first_cached: int = -1
-    """Cached tokens of the first attempt."""
+    """Number of tokens that the first attempt found in the cache; -1 before it has its blocks."""
     is_over: bool = False
 
     @property
@@ -102,8 +102,8 @@ class Sequence:
 
     @property
     def ttft_seconds(self) -> float | None:
-        """Limit for the time to first token, in seconds from arrival; 0 if its client already has tokens. None without
-        a limit.
+        """Limit for the time to first token, in seconds from arrival; 0 if the client already has tokens, None if there
+        is no limit.
         """
         return self.wanted_seconds if self.done == 0 else 0.0
 

@@ -34,11 +34,11 @@ class Ratios:
         self._moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(twice))]
 
     def at(self, index: int) -> float:
-        """Return the ratio at an index."""
+        """Return the ratio at an index of the series."""
         return self._values[index % SIZE]
 
     def values(self, index: int, count: int) -> NDArray[np.float64]:
-        """Return `count` ratios, from `index` on."""
+        """Return `count` consecutive ratios, the first of them at `index`."""
         return self._array[np.arange(index, index + count) % SIZE]
 
     def seconds(self, index: int, steps: int, first: float, growth: float) -> float:
@@ -86,9 +86,9 @@ class Yields:
         random.Random(seed).shuffle(self._numbers)
         self._sums = [0, *itertools.accumulate(self._numbers)]
         self.mean = self._sums[-1] / SIZE
-        """Mean tokens of a step for one sequence."""
+        """Mean number of tokens that a step gives to one sequence."""
         self.is_one = not drafts.most
-        """Whether all steps give one token."""
+        """Whether every step gives exactly one token, because there are no drafts."""
 
     def tokens(self, index: int, steps: int) -> int:
         """Return the number of tokens that `steps` steps give; the first of them has this index."""

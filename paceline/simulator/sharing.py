@@ -8,7 +8,7 @@ from paceline.simulator.events import Events
 
 
 class Sharing:
-    """Pieces of work under way."""
+    """The pieces of work that share one core."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
@@ -17,13 +17,13 @@ class Sharing:
         self._since = 0.0
         """Instant for which the numbers in `_left` hold."""
         self._version = 0
-        """Grows with every change of the next end, so that events of earlier ones are ignored."""
+        """Incremented at every change of the next end, so that events of earlier ends are ignored."""
 
     def add(self, seconds: float, done: Callable[[], object]) -> None:
-        """Begin a piece.
+        """Begin a piece of work.
 
         Args:
-            seconds: time of the piece alone.
+            seconds: time that the piece takes if no other piece is under way.
             done: called at its end; a function of its own for each piece.
         """
         self._advance()

@@ -1,4 +1,4 @@
-"""A simulation from its beginning to its end, and its result as a value with JSON."""
+"""A simulation from its beginning to its end, which gives a `Result`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.simulator.trace import LoadTrace, TraceRequest
 from paceline.simulator.worker import SimulatedWorker
 
 LEVEL_SECONDS = 10.0
-"""Interval at which the state of the fleet is sampled."""
+"""Interval at which the state of the fleet is sampled, in seconds."""
 
 
 class Simulation:

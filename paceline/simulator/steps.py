@@ -17,7 +17,7 @@ from paceline.simulator.series import Ratios, Yields
 
 @dataclass(frozen=True, slots=True)
 class Kit:
-    """The common data of the workers of one role."""
+    """The times and random series that all workers of one role have in common."""
 
     times: WorkerTimes
     prompts: Ratios
@@ -27,22 +27,22 @@ class Kit:
 
 @dataclass(slots=True)
 class Run:
-    """Steps in a row with the same sequences."""
+    """Consecutive steps of a worker with the same sequences."""
 
     begin: float
-    """Instant at which the first step began."""
+    """Simulated instant at which the first step began."""
     index: int
-    """Number of the first step."""
+    """Number of the first step, counted over all steps of the worker."""
     steps: int
     ratios: Ratios
     first: float
-    """Seconds of the first step, before its ratio."""
+    """Seconds of the first step, before it is multiplied by its ratio."""
     growth: float
     """Seconds by which each step is longer than the one before it."""
     chunks: list[tuple[Sequence, int]]
     """Prompts of the step, with the number of tokens of each. A run with prompts has only one step."""
     rows: int
-    """Decoding sequences in each step."""
+    """Number of decoding sequences in each step."""
     context: float
     """Number of context tokens that the first step reads for the decoding sequences."""
     by_group: dict[str, int]
@@ -55,7 +55,7 @@ class Run:
     """Seconds from the end of the previous step to the beginning of the first one; 0 if all rows have just joined."""
 
     def seconds(self, steps: int) -> float:
-        """Return the time of the first `steps` steps."""
+        """Return the time of the first `steps` steps, in seconds."""
         return self.ratios.seconds(self.index, steps, self.first, self.growth)
 
     def gaps(self) -> NDArray[np.float64]:
@@ -74,8 +74,8 @@ def plan_prompts(
 
     Args:
         waiting: prompts in the order of their arrival.
-        budget: the most tokens of prompts in the step.
-        tokens_per_second: measured rate of prompts; 0 if it is unknown.
+        budget: largest number of prompt tokens in the step.
+        tokens_per_second: measured rate at which prompts are computed; 0 if it is unknown.
         now: the simulated instant, in seconds.
     """
     chunks: list[tuple[Sequence, int]] = []

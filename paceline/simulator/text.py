@@ -16,7 +16,7 @@ def three_digits(number: float) -> str:
 
 
 def lines(found: Found) -> Iterator[str]:
-    """Yield the answer as lines for a terminal."""
+    """Yield the lines that a terminal shows about a fleet and its results."""
     scenario, result = found.scenario, found.result
     devices = result.device_seconds / result.seconds if result.seconds else 0.0
     yield scenario.name

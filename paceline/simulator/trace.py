@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 
 class TraceRequest(NamedTuple):
-    """One request of a trace."""
+    """One request of a trace: its arrival, its lengths, and the names of its blocks."""
 
     arrival: float
-    """Seconds since the begin of the trace. Requests are in ascending order of it."""
+    """Seconds since the beginning of the trace. Requests are in ascending order of this time."""
     prompt_tokens: int
     """Length of the prompt in tokens, at least 1."""
     answer_tokens: int
@@ -27,21 +27,21 @@ class TraceRequest(NamedTuple):
     group: str = ""
     """Class of the request, for which objectives may be given."""
     session: str = ""
-    """Conversation of the request, if known. The simulator does not need it."""
+    """Id of the request's conversation; "" if unknown. The simulator does not need it."""
     owner: str = ""
-    """Name of its API key. Keys share the room if requests wait."""
+    """Name of the API key of the request. If requests wait, the keys share the free places."""
     priority: int = 0
-    """Lower is more urgent."""
+    """Priority of the request; lower is more urgent."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """A load. It can be iterated once or often, as its `requests` can."""
+    """A load. It can be iterated as often as its `requests`: once if they are a generator."""
 
     block_tokens: int
     """Tokens of one named block; a multiple of 16."""
     requests: Iterable[TraceRequest]
-    """The requests. A generator keeps a long trace out of the memory."""
+    """The requests in the order of arrival. A generator keeps a long trace out of the memory."""
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self.requests)

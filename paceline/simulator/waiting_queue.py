@@ -27,12 +27,12 @@ class WaitingQueue:
     """The requests for which no worker has room.
 
     Args:
-        max_waiting: the most ordinary requests that wait.
-        queue_seconds: the longest time for which they wait.
-        attempt: a function that tries to place a request, and returns whether it has, or HELD if the request is held
-            back. It may also end the request.
-        refuse: a function that takes a request which must not wait any longer, and the reason.
-        seed: decides when requests try again by themselves.
+        max_waiting: largest number of waiting requests, without requests of the background.
+        queue_seconds: longest wait of a request that is not of the background, in seconds.
+        attempt: tries to place a request, or ends it. Returns whether the request was placed, or HELD if it is held
+            back.
+        refuse: called with a request that must not wait any longer, and the reason.
+        seed: seed of the random times at which requests try again by themselves.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class WaitingQueue:
         return len(self._state)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Return the requests that wait."""
+        """Yield the requests that wait."""
         return (turn.sequence for turn in self._state)
 
     def admit(self, sequence: Sequence, claim: QueueClaim) -> None:
-        """Place a request now, or as soon as it is its turn and there is room, or else refuse it."""
+        """Place a request now or when its turn comes and a worker has room, or refuse it if it would wait too long."""
         if claim.background:
             self._use_idle_room(sequence)
             return

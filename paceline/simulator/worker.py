@@ -28,25 +28,27 @@ class Owner(Protocol):
     """The receiver of the results of workers' steps. All calls come at the end of a step."""
 
     def computed(self, worker: SimulatedWorker, sequence: Sequence, tokens: int) -> None:
-        """Called after a chunk of a prompt is computed. After the last chunk, the first token is known."""
+        """Note that a worker has computed `tokens` more tokens of a prompt. After the last chunk, the first token is
+        known.
+        """
 
     def ended(self, worker: SimulatedWorker, sequence: Sequence) -> None:
-        """Called after a sequence has all of its tokens."""
+        """Note that a sequence has all of its tokens."""
 
     def needs_blocks(self, worker: SimulatedWorker, row: SimulatedRow) -> None:
-        """Called if a row's blocks are nearly full. The owner answers with a call of `grown` of the rows, or of
-        `leave`."""
+        """Note that the blocks of a row are nearly full. The owner calls `grown` or `leave` of the worker's rows in
+        return."""
 
     def stepped(self, worker: SimulatedWorker, run: Run) -> None:
-        """Called after steps have ended."""
+        """Note that the steps of a run have ended."""
 
 
 class SimulatedWorker:
     """One worker of a fleet.
 
     Args:
-        number: distinguishes it from all other workers; it decides which part of the series of ratios it has.
-        cores: the cores that it shares with other workers of its host; None if its device is its own.
+        number: distinguishes the worker from all others, and decides where in the series of ratios the worker begins.
+        cores: the cores that the worker shares with other workers of its host; None if it has a device of its own.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class SimulatedWorker:
     ) -> None:
         self.number, self.name, self.host = number, f"w{number:05}", host
         self.session = 2 * number + 3
-        """Session at the host's ledger: an odd number, as for every worker."""
+        """Number of the worker's session at the host's ledger; sessions of workers have odd numbers."""
         self.state: State = "starting"
         self.since = events.now
         """Instant at which the worker entered its present state."""
@@ -71,7 +73,7 @@ class SimulatedWorker:
         self.preempted: list[Sequence] = []
         """Sequences that lost their blocks and wait for new ones, in order."""
         self.queued_tokens = 0
-        """Number of prompt tokens that it has accepted but not computed yet."""
+        """Number of prompt tokens that the worker has accepted but not computed yet."""
         self.tokens_per_second = 0.0
         self.busy_seconds = 0.0
         self.steps = 0
@@ -89,11 +91,11 @@ class SimulatedWorker:
         self._lingering = 0
         """Number of sequences that ended with the last step, but were still there when the next one was planned."""
         self._ended = 0.0
-        """Instant at which the newest steps ended."""
+        """Instant at which the newest run of steps ended."""
         self.take_role(role)
 
     def take_role(self, role: Role) -> None:
-        """Begin in a role. There must be no work."""
+        """Begin to work in a role. The worker must have no requests."""
         self.role = role
         self.kit = self._kits[role]
         self.rows = SimulatedRows(self.kit.yields)
@@ -129,7 +131,7 @@ class SimulatedWorker:
         self._begin()
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, by the end of the step under way at the latest. It keeps its tokens so far."""
+        """Remove a sequence, by the end of the step under way at the latest. The sequence keeps its tokens so far."""
         if self._prompts.pop(sequence, None) is not None:
             self.queued_tokens -= max(0, sequence.left_len)
         self._joining.pop(sequence, None)
@@ -155,7 +157,7 @@ class SimulatedWorker:
         self.clock.begin(run)
 
     def stop(self) -> list[Sequence]:
-        """End at once. Return all sequences that were here, with their tokens so far."""
+        """End the worker at once. Return all of its sequences, which keep their tokens so far."""
         sequences = list(self.admitted)
         for sequence in sequences:
             self.remove(sequence)
@@ -298,5 +300,5 @@ class SimulatedWorker:
     # ---- shared cores
 
     def wake(self) -> None:
-        """Begin the next steps, if it is this worker's turn now."""
+        """Begin the next steps if the worker may compute on its cores now."""
         self._begin()

@@ -22,7 +22,7 @@ slowly.
 """
 
 TOKEN_LOGPROBS = 128
-"""A token counts once more for each time that it has this many logprobs."""
+"""Number of logprobs that count as much as one token towards MAX_TOKENS."""
 
 _MAX_NAME = 128
 
@@ -41,7 +41,7 @@ class Outbox:
 
     @contextlib.asynccontextmanager
     async def member(self, attempt: int, on_close: Callable[[UnavailableError], None]) -> AsyncIterator[None]:
-        """Accept an attempt's events inside a `with` statement. Leaving it waits until they have been written.
+        """Accept an attempt's events inside a `with` statement. At its end, wait until the events have been written.
 
         Raises InvalidRequestError if another attempt has this number.
 
@@ -91,12 +91,12 @@ class Outbox:
         self._tokens += len(token.logprobs) // TOKEN_LOGPROBS
 
     def tell_draining(self) -> None:
-        """Tell the gateway that the worker takes no new attempts."""
+        """Add the news that the worker takes no new attempts."""
         if not self._closed:
             self._message().draining = True
 
     def end_message(self) -> None:
-        """Put later events into another message."""
+        """End the present message, so that later events go into a new one."""
         self._tokens = MAX_TOKENS
 
     def _message(self) -> worker_pb2.DecodeEvents:
@@ -122,7 +122,7 @@ class Outbox:
             await written
 
     async def write(self, write: Write, is_draining: bool = False) -> None:
-        """Write all events as they come, until this is cancelled or fails."""
+        """Write all events as they come, until the call is cancelled or a write fails."""
         try:
             await write(worker_pb2.DecodeEvents(draining=is_draining))
             while True:

@@ -32,7 +32,7 @@ from paceline.services.worker.worker import Worker
 
 FIRST_COMMAND_SECONDS = 10.0
 ADOPT_SECONDS = 5.0
-"""Time for kvtransfer to answer `adopt` after the handoff has come, in seconds. The blocks are filled by then."""
+"""Deadline for kvtransfer to answer `adopt`, in seconds after the handoff has come. The blocks are filled by then."""
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ Adopting: TypeAlias = "asyncio.Task[tuple[Adopted, float]]"
 
 
 class DecodeService(worker_pb2_grpc.DecodeServicer):
-    """Serves `Decode` with one worker."""
+    """The gRPC service `Decode` of one worker, through which gateways run the attempts of requests."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -180,7 +180,7 @@ class _Attempt:
         Args:
             told: time at which the handoff came, on time.monotonic(); None means now.
             moved: bytes that came from another host.
-            path: name of the transport over which they came.
+            path: name of the transport over which the blocks came.
         """
         told = time.monotonic() if told is None else told
         self._worker.intake.check_handoff(self._work, handoff)

@@ -12,7 +12,7 @@ from paceline.services.worker.worker_process import run_worker
 
 
 async def run(config: WorkerConfig) -> None:
-    """Serve until SIGTERM, then drain. Raises PacelineError."""
+    """Serve encodings until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on."""
     await run_worker(config, "encode", make_worker, add_encode)
 
 

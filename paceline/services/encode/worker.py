@@ -48,8 +48,8 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
 class EncodeWorker:
     """A worker that computes encodings for other workers.
 
-    Its engine has no requests and runs only the encoders. If workers share the cores of a host, it runs them in turns
-    with those workers.
+    Its engine has no requests and runs only the encoders. If workers share the cores of a host, this worker takes turns
+    with them.
     """
 
     def __init__(self, loaded: LoadedEncoders, setup: WorkerSetup, place: ArenaPlace) -> None:
@@ -61,7 +61,7 @@ class EncodeWorker:
         self._takes_turns = place.turns is not None
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        """A future that gets an exception if the engine fails."""
+        """A future that gets an exception if the engine fails, and never a result."""
         self.engine = Engine(
             Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
             _NoModel(),
@@ -74,7 +74,7 @@ class EncodeWorker:
         self.encoding = EncodeHandler(encoder, encodings, setup.kv.session.source, lambda: self._goes_on)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
-        """Count work while a `with` statement runs. See `WorkerAdmission`."""
+        """Count one request for the body of a `with` statement. Raises the errors of `WorkerAdmission.admit`."""
         return self.admission.admit()
 
     def check(self, work: common_pb2.Work) -> None:
@@ -93,11 +93,13 @@ class EncodeWorker:
         return LoadReport(running=max(0, self.admission.active - waiting), waiting=waiting)
 
     def work(self) -> WorkReport:
-        """Return the report for the planner. Encode workers have no steps and no KV of requests."""
+        """Return the report for the planner. It has only `shares_cores`, because encode workers have no steps and no
+        KV.
+        """
         return WorkReport(shares_cores=self._takes_turns)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the worker's metrics."""
+        """Yield the metrics of the engine and of the encoders."""
         yield from self.engine.computing.samples()
         yield from self.encoding.encoder.samples()
 

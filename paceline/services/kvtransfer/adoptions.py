@@ -16,17 +16,17 @@ class Waiter:
     """A worker that waits until it can adopt a lease."""
 
     session: int
-    """Session of the worker, which reserved the lease."""
+    """Number of the session of the worker, which reserved the lease."""
     key: Key
     """The lease's key, with any generation since the reservation."""
     tell: Callable[[Lease | PacelineError], None]
     """Called once, with the adopted lease or with the error that prevented the adoption."""
     is_connected: Callable[[], bool]
-    """Returns whether the worker is still connected. If not, it adopts nothing."""
+    """Returns whether the worker is still connected. A worker that is not connected adopts nothing."""
 
 
 class Adoptions:
-    """Lets waiting workers adopt leases as soon as they are filled.
+    """Lets waiting workers adopt leases as soon as the leases are filled.
 
     This happens inside the call that reports the filled lease, because a task of its own would delay the handoff.
 
@@ -41,7 +41,7 @@ class Adoptions:
         """Waiting workers by request and attempt."""
 
     def wait(self, waiter: Waiter) -> None:
-        """Let a worker adopt its lease now or as soon as it is filled. Only one worker can wait for a lease."""
+        """Let a worker adopt its lease, now or as soon as the lease is filled. Only one worker can wait for a lease."""
         self.note(waiter.key)  # removes an earlier waiter that has left, or whose lease has ended
         if waiter.key[:2] in self._waiting:
             waiter.tell(StaleError(f"lease {waiter.key} has a waiting worker already"))

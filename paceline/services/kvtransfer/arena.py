@@ -51,7 +51,7 @@ class Arena:
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
-        """Return an arena whose owner ended without removing it; any one if there are several, and None if there is
+        """Return an arena whose owner ended without removing it; any of them if there are several, and None if there is
         none.
         """
         for path in folder.glob(f"{_prefix(owner)}*.arena"):
@@ -73,7 +73,7 @@ class Arena:
 
 
 def remove_stale_arenas(folder: Path) -> int:
-    """Remove this user's arenas and worker pools whose processes were killed, unless others map them.
+    """Remove this user's arenas and worker pools whose processes were killed, unless other processes map them.
 
     Returns the number of removed files.
     """

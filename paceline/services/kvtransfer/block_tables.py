@@ -19,7 +19,7 @@ def table_of(lease: Lease, group: int) -> list[int]:
 
 
 def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
-    """Return the hash of each block of a table; an empty one if the block is not sealed."""
+    """Return the hash of each block of a table; b"" for a block that is not sealed."""
     found = [None if slot == NO_SLOT else pool.name(slot) for slot in table]
     return [b"" if name is None else name[1] for name in found]
 
@@ -27,7 +27,8 @@ def names_of(pool: BlockPool, table: Sequence[int]) -> list[bytes]:
 def slots_to_seal(
     pool: BlockPool, lease: Lease, group: int, first_block: int, hashes: Sequence[bytes]
 ) -> tuple[list[int], bytes]:
-    """Return the slots of the blocks to seal, and the hash of the block before them; b"" if that has none.
+    """Return the slots of the blocks to seal, and the hash of the block before them; b"" if this block has no hash or
+    does not exist.
 
     Raises InvalidRequestError if a block does not belong to the lease, or already has another hash.
     """

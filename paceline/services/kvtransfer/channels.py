@@ -25,7 +25,7 @@ class _Connection:
 
 
 class Channels:
-    """Channels by address. Each is opened at its first use, and kept for later uses until `sweep` or `close`.
+    """Channels by address. A channel is opened at its first use, and kept for later uses until `sweep` or `close`.
 
     Args:
         credentials: credentials that the channels show to the services, and demand of them.
@@ -37,7 +37,9 @@ class Channels:
 
     @contextmanager
     def to(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Yield a channel to a service. It is not closed by `sweep` during the `with` statement."""
+        """Yield a channel to the service at `address`. `sweep` does not close the channel during the `with`
+        statement.
+        """
         connection = self._connections.get(address)
         if connection is None:
             connection = self._connections[address] = _Connection(open_channel(address, self._credentials))

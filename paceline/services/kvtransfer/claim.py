@@ -85,7 +85,9 @@ def claimed_places(layout: KVLayout, claims: Sequence[Claim]) -> dict[int, Place
 
 
 def restored_lease(layout: KVLayout, claim: Claim, now: float, lease_seconds: float) -> Lease:
-    """Return the claimed lease in the ledger's form."""
+    """Return a new `Lease` with the contents of a claim, valid for `lease_seconds` from `now` if the claim is
+    active.
+    """
     return Lease(
         key=claim.key,
         layout=layout.part(claim.encoding),

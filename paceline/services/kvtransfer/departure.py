@@ -36,7 +36,7 @@ class Departure:
         return await self._evacuation.run(memory) if self._sessions.is_last_to_leave(session) else 0
 
     async def close(self) -> None:
-        """Stop copying blocks to other hosts."""
+        """Stop copying blocks to other hosts, because the service ends."""
         await self._evacuation.close()
 
     async def drain(self, seconds: float) -> None:

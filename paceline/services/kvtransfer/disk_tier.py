@@ -44,7 +44,7 @@ class DiskOptions:
     folder: Path
     """Folder of the file, on a disk and not a tmpfs."""
     size: int
-    """Size of the file in bytes. All of them are allocated when it is made."""
+    """Size of the file in bytes. All bytes are allocated when the file is made."""
 
     def check(self) -> None:
         """Raise ConfigError if a file of this size cannot be made now."""
@@ -100,7 +100,7 @@ class DiskTier:
         os.close(self._file)
 
     def offer(self, events: Iterable[BlockEvent]) -> None:
-        """Queue the blocks that became reusable in the arena for writing. Ignores other events."""
+        """Queue blocks for writing that became reusable in the arena. Other events are ignored."""
         self._waiting.extend((event.group, event.hash) for event in events if event.op == "stored")
         self._wake.set()
 
@@ -110,29 +110,30 @@ class DiskTier:
         return None if slot in self._damaged else slot
 
     def expect(self, group: int, digest: bytes, hint: Hint) -> None:
-        """Note a hint about a block, if it is in the file."""
+        """Pass a hint about a block on to the cache policy, if the block is in the file."""
         self._pool.expect(group, digest, hint)
 
     def forget(self) -> int:
-        """Forget all blocks, except those that are being read. Return how many there were."""
+        """Forget all blocks except blocks that are being read. Return the number of forgotten blocks."""
         self._waiting.clear()
         self._times_forgotten += 1
         return len(self._pool.forget())
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in the file."""
+        """Number of blocks that the file has at present."""
         return self._pool.counts().cached
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the counters for metrics."""
+        """Yield the numbers of present, written, read and damaged blocks, for metrics."""
         yield Sample("disk_blocks", self.blocks)
         yield Sample("disk_written_blocks", self.written_blocks)
         yield Sample("disk_read_blocks", self.read_blocks)
         yield Sample("disk_damaged_blocks", self.damaged_blocks)
 
     async def read(self, blocks: Sequence[tuple[int, bytes, int]]) -> list[bool]:
-        """Read blocks into slots of the arena. Nothing touches these slots after it has returned or was cancelled.
+        """Read blocks into slots of the arena. Nothing touches these slots after the call has returned or was
+        cancelled.
 
         Args:
             blocks: (group, hash, slot of the arena) for each block.

@@ -24,7 +24,7 @@ class EarlyHints:
         self._waiting: dict[Name, tuple[Hint, float]] = {}  # each with the time at which it came, oldest first
 
     def put(self, name: Name, hint: Hint, now: float) -> None:
-        """Keep a hint, in place of an earlier one."""
+        """Keep a hint until its block comes. It replaces an earlier hint about the same block."""
         self._waiting.pop(name, None)
         self._waiting[name] = hint, now
         if len(self._waiting) > MOST_EARLY:

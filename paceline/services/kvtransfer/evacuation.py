@@ -27,18 +27,18 @@ MOST_SECONDS = 10.0
 NAMES_SECONDS = 3.0
 """Deadline for a host to name its blocks, in seconds. A host that does not answer gets no copies."""
 MOST_HOSTS = 16
-"""Largest number of hosts that get copies. Each is asked first which blocks it has."""
+"""Largest number of hosts that get copies. Each host is asked first which blocks it has."""
 MOST_CHAINS = 4096
 """Largest number of prefixes in one message."""
 
 FindHosts = Callable[[str], Awaitable[Sequence[str]]]
-"""Returns the addresses of the services of other hosts that stay and have a layout with this fingerprint."""
+"""A function from a layout's fingerprint to the addresses of services on other hosts that stay and have this layout."""
 
 log = logging.getLogger(__name__)
 
 
 async def no_hosts(fingerprint: str) -> Sequence[str]:
-    """Return no host, for a service that is alone."""
+    """Return no addresses: the `FindHosts` of a service that knows no other hosts."""
     return []
 
 
@@ -51,7 +51,7 @@ class Evacuation:
 
     def __init__(self, find_hosts: FindHosts, address: str) -> None:
         self.has_readers = False
-        """Whether, in the last run, there were other hosts to read from this one."""
+        """Whether the last run found other hosts that could read from this one."""
         self._find_hosts = find_hosts
         self._address = address
         self._running: asyncio.Task[int] | None = None

@@ -42,8 +42,8 @@ class BlockEventPublisher:
     Args:
         url: URL of Redis.
         cluster: name of the cluster, which is in the name of the stream.
-        take_events: returns the events since it was last called; None if there are none.
-        buffered: most events that may wait.
+        take_events: returns the events since its last call; None if there are none.
+        buffered: largest number of events that may wait while Redis does not answer.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ def digest_of(block: memoryview) -> bytes:
 
 @dataclass(slots=True)
 class _Reading:
-    """An export in progress."""
+    """An export in progress: a reader on another host reads the blocks of one lease."""
 
     key: Key
     change: asyncio.Event = field(default_factory=asyncio.Event)
@@ -68,12 +68,12 @@ class Exports:
         self._most_blocks = max(1, _DIGESTED_BYTES // layout.slot_bytes)
 
     def note(self, key: Key) -> None:
-        """Wake the export of a lease, because blocks of it may be complete or it may have ended."""
+        """Wake the export of a lease, because blocks of the lease may be complete or the lease may have ended."""
         if reading := self._readings.get(key[:2]):
             reading.change.set()
 
     async def run(self, key: Key, cached_tokens: int, write: Write) -> None:
-        """Name the blocks of a lease until the reader ends the call, which cancels this.
+        """Name the blocks of a lease until the reader ends its call, which cancels this one.
 
         Args:
             key: key of the lease, in which a prefill worker computes.
@@ -120,12 +120,12 @@ class Exports:
     ) -> None:
         """Name the cached blocks of a context's longest cached prefix, if there is one.
 
-        The reader ends the call, which cancels this. Until then a lease keeps the blocks from being evicted.
+        The reader ends its call, which cancels this one. Until then a lease keeps the blocks from being evicted.
 
         Args:
             key: key of the request for which the reader wants the prefix.
             hashes: chain of the context, one hash for each BASE_TOKENS tokens.
-            cached_tokens: see `run`.
+            cached_tokens: number of the context's first tokens whose blocks the reader has already.
             write: sends an event to the reader.
             encoding: whether the context is an encoding.
 
@@ -152,7 +152,9 @@ class Exports:
             raise InvalidRequestError(f"cached_tokens must be a multiple of {layout.alignment}")
 
     def _take_over(self, reading: _Reading) -> Lease | None:
-        """Adopt the lease if it is filled, or renew the adopted one. Return it, or None. Raises the errors of `run`."""
+        """Adopt the lease if it is filled, or renew it if it is adopted. Return the adopted lease; None if there is
+        none yet. Raises the errors of `run`.
+        """
         now = self._clock()
         if reading.adopted is not None:
             return self._ledger.renew(TRANSFER, reading.adopted.key, now)
@@ -164,7 +166,7 @@ class Exports:
         return reading.adopted
 
     async def _keep(self, reading: _Reading) -> None:
-        """Adopt and renew the lease in time, because nobody else does and `run` may wait long for a slow reader."""
+        """Adopt the lease, and renew it in time. `run` cannot do this while it waits for a slow reader."""
         with contextlib.suppress(PacelineError):  # `run` will raise the same error
             while True:
                 await asyncio.sleep(ALIVE_SECONDS)
@@ -201,7 +203,7 @@ class Cursor:
         self._next = [cached_tokens // group.block_tokens for group in groups]
 
     def sealed(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:
-        """Yield the blocks that have been sealed since the last call, each group's in order."""
+        """Yield the blocks that have been sealed since the last call, in order within each group."""
         return self._take(lease, lease.token_count, hash_of, only_sealed=True)
 
     def rest(self, lease: Lease, hash_of: Callable[[int], bytes | None]) -> Iterator[pb.ExportedBlock]:

@@ -17,7 +17,7 @@ async def fast_transports(wanted: str, only_here: bool) -> MakeTransports:
     Each transport is tested on a memory of its own, for about a second, and its rate is logged.
 
     Args:
-        wanted: see `KVTransferConfig.transport`.
+        wanted: the transport that the user wants: "ucx"; "grpc" for gRPC only; "auto" for UCX if it works.
         only_here: whether the service listens on a loopback address, so that no other host can reach it.
 
     Raises:

@@ -58,13 +58,13 @@ class Totals:
     transfers: Counter[str] = field(default_factory=Counter)
     """Number of transfers by transport; under "", transfers without any block to move."""
     failures: int = 0
-    """Failed transfers; cancelled ones do not count."""
+    """Number of failed transfers, without cancelled ones."""
     bytes: int = 0
     read_seconds: float = 0.0
-    """Time spent on reading and verifying blocks, mostly while the prompt was still being computed."""
+    """Seconds spent on reading and verifying blocks, mostly while the prompt was still being computed."""
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the totals for metrics."""
+        """Yield the numbers of transfers and failures, the moved bytes and the seconds, for metrics."""
         yield Sample("transfer_failures", self.failures, TRANSFER_FAILURES)
         yield Sample("transfer_bytes", self.bytes, TRANSFER_BYTES)
         yield Sample("transfer_read_seconds", self.read_seconds, TRANSFER_SECONDS)
@@ -137,7 +137,8 @@ class Fetches:
         return reply
 
     async def run_prefix(self, key: Key, source: str, hashes: Sequence[bytes], encoding: bool = False) -> pb.FetchReply:
-        """Read the blocks of a context that another host has cached and this host lacks into this host's cache.
+        """Bring a context's blocks from another host into this host's cache: blocks that the other host has and this
+        host lacks.
 
         The blocks go into a lease of this service, which ends with this call. Its sealed blocks stay cached.
 

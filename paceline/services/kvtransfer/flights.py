@@ -12,7 +12,7 @@ Caller = TypeVar("Caller", bound=Hashable)
 
 class Flights(Generic[Caller]):
     """Callers that lack blocks of their contexts on this host. A caller fetches its blocks, or waits for another caller
-    that fetches the first of them."""
+    that fetches the first of these blocks."""
 
     def __init__(self) -> None:
         self._flying: dict[Caller, frozenset[bytes]] = {}
@@ -40,7 +40,7 @@ class Flights(Generic[Caller]):
         """Remove a caller whose fetch has ended, however it ended, or that no longer waits for another caller's fetch.
 
         Returns:
-            The callers that waited for it. They have to ask again.
+            The callers that waited for the removed caller. They have to ask again.
         """
         self._flying.pop(caller, None)
         self._waiting.pop(caller, None)

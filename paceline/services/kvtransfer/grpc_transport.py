@@ -143,7 +143,7 @@ async def serving_alone(
 ) -> AsyncIterator[tuple[GrpcTransport, str]]:
     """Yield a transport with a gRPC server of its own on this machine, and the server's address.
 
-    It serves to test the transport without the service. Only the offer's token protects the memory.
+    The server makes it possible to test the transport without the service. Only the offer's token protects the memory.
     """
     channels = Channels(Credentials())
     transport = GrpcTransport(memory, channels, silence_seconds)

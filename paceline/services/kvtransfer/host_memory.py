@@ -32,7 +32,7 @@ from paceline.services.kvtransfer.promotions import Promotions
 from paceline.services.kvtransfer.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
-"""A function that makes the transports that are preferred to gRPC for a memory, best first."""
+"""A function from an arena's memory to the transports that are preferred to gRPC, best first."""
 
 _HINTS_AT_ONCE = 512
 """Blocks whose hints are noted in one go, which takes about a millisecond."""
@@ -45,16 +45,16 @@ class HostOptions:
     host_id: str
     """Unique name of the host. Workers of one host share blocks."""
     kv_memory_bytes: int
-    """Largest size of the arena in bytes."""
+    """Largest size that the arena may have, in bytes."""
     arena_dir: Path
     """A tmpfs that all workers of the host can access."""
     lease_seconds: float
-    """Time in seconds after which a lease ends if it is not renewed."""
+    """Seconds after which a lease ends if it is not renewed."""
     credentials: Credentials
     """Credentials that this service shows to services of other hosts, and demands of them."""
     enough_tokens: int = 0
-    """Number of tokens for which the arena has blocks, or the longest context if that is more; 0 uses all of
-    kv_memory_bytes.
+    """Context tokens for which the arena gets blocks; more if the longest context of a worker has more tokens. If it is
+    0, the arena takes all of `kv_memory_bytes`.
     """
     disk: DiskOptions | None = None
     """Options of the disk tier below the arena; None if there is none."""

@@ -47,7 +47,7 @@ class Reply:
 
 
 class _Connection(Framed):
-    """The connection of one worker."""
+    """The connection of one worker, which sends batches and gets their replies."""
 
     def __init__(self, serve: Callable[[pb.BatchRequest, Reply], None]) -> None:
         super().__init__(self._take)

@@ -14,7 +14,7 @@ _NO_BLOCK_ENDS_HERE = bytes(HASH_BYTES)
 def hot_prefixes(
     blocks: Iterable[Block], layout: KVLayout, elsewhere: Collection[Name], most_blocks: int
 ) -> list[list[bytes]]:
-    """Return hash chains of prefixes, the hottest first. A prefix that is the front of another one is left out.
+    """Return hash chains of prefixes, the hottest first. A prefix is left out if another chain begins with it.
 
     A block is hotter than another one if more requests have found it, or equally many requests but more recently. A
     model without full attention has no chains, because a block with a window does not name the block before it.

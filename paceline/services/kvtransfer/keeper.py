@@ -11,7 +11,9 @@ from paceline.services.kvtransfer.sessions import Sessions
 
 _TICK_SECONDS = 0.5
 _CHECK_SECONDS = 5.0
-"""A changed ledger is checked after a tick without changes, or this long after the last check, in seconds."""
+"""Longest time between two checks of a ledger that changes all the time, in seconds. After a tick without changes, it
+is checked at once.
+"""
 
 log = logging.getLogger(__name__)
 

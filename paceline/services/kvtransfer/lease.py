@@ -32,11 +32,11 @@ class State(enum.Enum):
     RESERVED = "reserved"
     """Reserved. Its owner may write, or wait until a prefill worker opens it."""
     FILLING = "filling"
-    """Opened. A prefill worker may write."""
+    """Opened by a prefill worker, which may write."""
     FILLED = "filled"
     """Complete and waiting to be adopted. Nobody writes."""
     ACTIVE = "active"
-    """Adopted. Its owner may write."""
+    """Adopted by its owner, which may write."""
     DRAINING = "draining"
     """Ended, but a worker may still touch the blocks."""
 

@@ -13,7 +13,7 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.lease import NOBODY, Lease, State, UnknownLeaseError
 
 GRACE_SECONDS = 1.0
-"""Time in seconds for which a worker may still touch its blocks after its session broke."""
+"""Seconds for which a worker may still touch its blocks after its session broke."""
 
 _ENDED_KEPT = 1 << 16
 """Number of attempts whose last ended or forbidden generation is remembered, to refuse messages that are late."""
@@ -79,7 +79,9 @@ class LeaseBook:
         return lease
 
     def find_written(self, session: int, key: Key, now: float) -> Lease:
-        """Return the lease if `session` is its writer. Raises StaleError, or InvalidRequestError if it is filled."""
+        """Return the lease if `session` is its writer. Raises StaleError otherwise, or InvalidRequestError if the lease
+        is filled.
+        """
         lease = self.find_newest(key, now)
         if lease.writer == NOBODY:
             raise InvalidRequestError(f"lease {key} is filled; adopt it first")
@@ -96,7 +98,7 @@ class LeaseBook:
     def find_own(self, session: int, key: Key, now: float) -> Lease:
         """Return the lease if `session` owns or writes it. Raises StaleError otherwise.
 
-        The owner may use an older generation, because it learns of a new one late.
+        The owner may use an older generation, because it learns of a new generation late.
         """
         lease = self.find(key, now)
         is_writer = session == lease.writer and key.generation == lease.key.generation
@@ -133,7 +135,9 @@ class LeaseBook:
             self._ended.popitem(last=False)
 
     def release(self, lease: Lease, session: int) -> None:
-        """End a lease for its owner or writer. If another worker writes it, it drains until that worker is done."""
+        """End a lease for its owner or writer. If another worker writes the lease, it drains until this writer is
+        done.
+        """
         if lease.writer in (NOBODY, session):
             self._forget(lease)
             self._give_back(lease)

@@ -46,7 +46,7 @@ class Ledger:
     Args:
         slots: number of blocks.
         lease_seconds: time after which a lease ends if it is not renewed.
-        policy: see `BlockPool`.
+        policy: chooses the blocks to evict; by default the least recently used block is evicted.
     """
 
     def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
@@ -138,7 +138,7 @@ class Ledger:
         return self.reserve(session, key, links, cached, cached, now, encoding=encoding, is_lookup=False)
 
     def open(self, session: int, key: Key, now: float) -> Lease:
-        """Make the caller the writer of a reserved lease, with the next generation."""
+        """Make the caller the writer of a reserved lease, and give the lease its next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.RESERVED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a reserved one can be opened")
@@ -166,7 +166,7 @@ class Ledger:
     def keep(self, session: int, key: Key, tail: Tail, now: float, copies: Key | None = None) -> Lease:
         """Publish and give back the blocks at a tail of a context that are not full. The writer is done with them.
 
-        As with `seal`, the lease may be draining.
+        The lease may be draining, because its writer may not know yet that it was released or has expired.
 
         Args:
             copies: key of another lease of the same writer, whose first block of each group is a copy of the block at
@@ -211,7 +211,7 @@ class Ledger:
         return self._renewed(lease, now)
 
     def adopt(self, session: int, key: Key, now: float) -> Lease:
-        """Make the caller the owner and writer of a filled lease, with the next generation."""
+        """Make the caller the owner and writer of a filled lease, and give the lease its next generation."""
         lease = self._book.find_newest(key, now)
         if lease.state is not State.FILLED:
             raise InvalidRequestError(f"lease {key} is {lease.state.value}; only a filled one can be adopted")
@@ -270,7 +270,7 @@ class Ledger:
     # ---- restart of the service
 
     def names(self, lease: Lease) -> list[list[bytes]]:
-        """Return the hash of each block in the lease's tables; an empty one if the block is not sealed."""
+        """Return the hash of each block in the lease's tables; b"" for a block that is not sealed."""
         return [block_tables.names_of(self._pool, table) for table in lease.tables]
 
     def restore(self, claims: Sequence[Claim], now: float) -> None:
@@ -358,7 +358,7 @@ class Ledger:
 
     @property
     def event_count(self) -> int:
-        """Number of events so far, which is also the number of the next event."""
+        """Number of block events so far, which is also the number of the next event."""
         return self._pool.event_count
 
     def take_events(self) -> list[BlockEvent]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Lookups:
-    """Totals of the lookups so far."""
+    """Totals of all lookups so far."""
 
     queried_tokens: int = 0
-    """Tokens of full blocks: the most that could be cached. For encodings these are rows."""
+    """Number of tokens in the full blocks that were looked up: the most that could be found. For encodings, rows."""
     cached_tokens: int = 0
-    """Tokens that were found in the cache."""
+    """Number of tokens that were found in the cache. For encodings, rows."""
 
     def add(self, queried_tokens: int, cached_tokens: int) -> None:
         self.queried_tokens += queried_tokens

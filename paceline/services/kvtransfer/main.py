@@ -1,4 +1,4 @@
-"""The process of a kvtransfer service."""
+"""The process of a kvtransfer service: makes the service from its options, and runs until SIGTERM."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def _find_hosts(
 
 
 def _transport(config: KVTransferConfig) -> TransportChoice:
-    """Return --transport. If services speak TLS, "auto" becomes gRPC, because UCX does not encrypt."""
+    """Return the value of --transport. If services speak TLS, "auto" becomes gRPC, because UCX does not encrypt."""
     if not config.cluster_certfile:
         return config.transport
     if config.transport == "ucx":

@@ -170,7 +170,9 @@ def refused(error: PacelineError) -> pb.Result:
 
 
 def key_of(message: common_pb2.Key) -> Key:
-    """Return the key. Raises InvalidRequestError if its request id or generation is out of bounds."""
+    """Return the key that a message describes. Raises InvalidRequestError if its request id or generation is out of
+    bounds.
+    """
     if not 0 < len(message.request_id) <= _MAX_REQUEST_ID:
         raise InvalidRequestError(f"key.request_id must have 1 to {_MAX_REQUEST_ID} characters")
     if message.generation > _MAX_GENERATION:
@@ -189,7 +191,7 @@ def adoption_to_pb(lease: Lease, ledger: Ledger) -> pb.Adoption:
 
 
 def lease_to_pb(lease: Lease, names: list[list[bytes]] | None) -> pb.Lease:
-    """Return the message for a lease. `names` are the hashes of its blocks (`Ledger.names`)."""
+    """Return the message for a lease. `names` are the hashes of its blocks (`Ledger.names`); None leaves them out."""
     tables = [pb.BlockTable(slots=table) for table in lease.tables]
     for table, hashes in zip(tables, names or ()):
         table.hashes.extend(hashes)

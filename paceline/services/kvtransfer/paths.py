@@ -11,7 +11,7 @@ from paceline.services.common.avoid import Avoided
 from paceline.services.kvtransfer.transport import Source, Transport
 
 RETRY_SECONDS = (20.0, 40.0)
-"""Shortest and longest time after which a transport that failed is tried again."""
+"""Shortest and longest time after which a transport that failed is tried again, in seconds."""
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ class Reconciliation:
             yield from claimant.claims
 
     def workers(self) -> dict[int, str]:
-        """Return worker ids by session."""
+        """Return the ids of the workers that have come back, by the number of their session."""
         return {session: claimant.worker_id for session, claimant in self._claimants.items()}
 
     def layout(self) -> KVLayout | None:

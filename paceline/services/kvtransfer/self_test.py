@@ -10,9 +10,11 @@ from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transport import ArenaMemory, Source, Transport
 
 SECONDS = 0.9
-"""No further read begins after this time."""
+"""Seconds after which no further read begins."""
 LIMIT_SECONDS = 5.0
-"""Longest time for the first read to succeed. A busy machine needs more than an idle one, because the read connects."""
+"""Longest time until the first read succeeds, in seconds. This read also connects, which takes long on a busy
+machine.
+"""
 SLOW_GIGABYTES_PER_SECOND = 0.1
 _MOST_BYTES = 8 << 20
 _ROUNDS = 3
@@ -23,7 +25,7 @@ log = logging.getLogger(__name__)
 async def self_test(
     transport: Transport, memory: ArenaMemory, address: str, limit_seconds: float = LIMIT_SECONDS
 ) -> float:
-    """Read blocks over a transport from this host itself, and verify them. Return the rate in GB/s; 0 if it failed.
+    """Read blocks over a transport from this host itself, and verify them. Return the rate in GB/s; 0 if a read failed.
 
     The rate is the best of several reads, because the first one also connects. Failures and low rates are logged. The
     test takes about a second, and `limit_seconds` at most. It finds faults and slowness of this host, not the limits of

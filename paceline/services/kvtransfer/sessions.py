@@ -38,7 +38,7 @@ class Sessions:
     def __init__(self, options: HostOptions) -> None:
         self.memory: HostMemory | None = None
         self.workers: dict[int, str] = {}
-        """Ids of the attached workers, by session number."""
+        """Ids of the attached workers, by the number of their session."""
         self.reconciliation: Reconciliation | None = None
         self.leaving = asyncio.Event()
         """Set when the service is about to end, so that its workers drain."""

@@ -46,12 +46,12 @@ class MemorySnapshot:
     """Number of blocks that can be reused, by the name of their group."""
     hints: HintCounts = dataclasses.field(default_factory=HintCounts)
     transfers: Totals = dataclasses.field(default_factory=Totals)
-    """Totals of the transfers from other hosts."""
+    """Totals of the transfers from other hosts so far."""
     disk: Sequence[Sample] = ()
     """Counters of the disk tier; empty without one."""
 
     def report(self) -> HostReport:
-        """Return the report from which gateways place requests and follow the cache."""
+        """Return the report by which gateways place requests and follow the cache."""
         return HostReport(
             next_block_event=self.block_events,
             fetched_bytes=self.transfers.bytes,
@@ -63,7 +63,7 @@ class MemorySnapshot:
         )
 
     def samples(self) -> Iterator[Sample]:
-        """Yield all figures for metrics."""
+        """Yield every value of the snapshot as a metric."""
         yield from self.counts.samples()
         yield Sample("slot_bytes", self.slot_bytes)
         yield Sample("leases", self.leases)

@@ -31,7 +31,7 @@ class Source:
 
     host_id: str
     address: str
-    """Address of the service's gRPC server."""
+    """Address of the gRPC server of that host's service."""
     offer: bytes
     """`Transport.offer` of the transport with the same name there. It is untrusted input: whatever it contains, the
     worst that a read may do is fail.

@@ -53,7 +53,7 @@ class UcxConnection:
         return bool(self._sending)
 
     def stands(self) -> bool:
-        """Return whether the connection seems to be open still."""
+        """Return whether the connection still seems to be open."""
         try:
             self._worker.progress()
         except self._worker.error:

@@ -13,31 +13,31 @@ from dataclasses import dataclass
 
 TOKEN_BYTES = 16
 MOST_SLOTS = 256
-"""Largest number of slots of one request."""
+"""Largest number of slots that one request may ask for."""
 MOST_SLOT = 2**32 - 1
 
 _OFFER = struct.Struct(f"!4sHQ{TOKEN_BYTES}s")
 _MAGIC = b"PUX1"
 _REQUEST = struct.Struct(f"!{TOKEN_BYTES}sI{MOST_SLOTS}I")
 REQUEST_BYTES = _REQUEST.size
-"""All requests have this size, so that a reader cannot make the source allocate memory."""
+"""Size of every request in bytes. It is fixed, so that a reader cannot make the source allocate memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The port at which an arena can be read, and the token that permits it."""
+    """The port at which an arena can be read, and the token that permits reading."""
 
     port: int
     slot_bytes: int
     token: bytes
-    """A reader that sends this token may read."""
+    """Secret that a reader has to send with every request."""
 
     def pack(self) -> bytes:
         return _OFFER.pack(_MAGIC, self.port, self.slot_bytes, self.token)
 
     @staticmethod
     def parse(data: bytes) -> Offer:
-        """Return the offer in these bytes. Raises ValueError if they are no offer."""
+        """Return the offer that `data` contains. Raises ValueError if `data` is no offer."""
         if len(data) != _OFFER.size:
             raise ValueError(f"an offer has {_OFFER.size} bytes, not {len(data)}")
         magic, port, slot_bytes, token = _OFFER.unpack(data)
@@ -47,7 +47,9 @@ class Offer:
 
 
 def pack_request(token: bytes, slots: Sequence[int]) -> bytes:
-    """Return a request for up to MOST_SLOTS slots. The source sends each as a message whose tag is its list index."""
+    """Return a request for up to MOST_SLOTS slots. The source sends each slot as a message tagged with the slot's index
+    in `slots`.
+    """
     return _REQUEST.pack(token, len(slots), *slots, *(0,) * (MOST_SLOTS - len(slots)))
 
 

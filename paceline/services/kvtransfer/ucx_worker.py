@@ -38,7 +38,7 @@ class UcxWorker:
     """A UCX worker with its sockets, its endpoints and the messages in flight.
 
     Only one thread may use it at a time. Over TCP, bytes move only during `progress`; over other networks they may move
-    at any time. After `close`, none move.
+    at any time. After `close`, no bytes move.
 
     Raises:
         ConfigError: UCX is not installed, or does not start.
@@ -75,7 +75,9 @@ class UcxWorker:
         return self._listener.create_endpoint_from_conn_request(arrival, True)
 
     def connect(self, ip: str, port: int) -> Handle:
-        """Return a new endpoint. Whether the other side exists is known only later."""
+        """Return a new endpoint. There is no error if nothing listens there; messages on the endpoint then fail
+        later.
+        """
         return self._worker.create_endpoint_from_hostname(ip, port, True)
 
     def send_tagged(self, endpoint: Handle, data: memoryview, tag: int) -> Handle:
@@ -103,7 +105,9 @@ class UcxWorker:
         self._worker.progress()
 
     def sleep(self, seconds: float) -> None:
-        """Wait until `progress` has work, for at most `seconds`. Look first for messages that it has completed."""
+        """Wait until `progress` has work, for at most `seconds`. Before the call, look for messages that `progress` has
+        completed.
+        """
         if self._worker.arm():
             select.select([self._worker.epoll_file_descriptor], [], [], seconds)
 

@@ -14,11 +14,13 @@ from paceline.services.common.pins import is_count
 from paceline.services.platforms.platform import PlatformState
 
 KEPT_SECONDS = 3600.0
-"""Seconds for which the time of a change is remembered. No guard of the planner looks back so far."""
+"""Seconds for which the time of a change is remembered. No rule of the planner looks back so far."""
 
 
 class Changes(NamedTuple):
-    """The seconds since planners last made a role larger, and smaller; None if they have not done so lately."""
+    """Seconds since planners last made a role larger (`grown`) and smaller (`shrunk`); None if not within
+    KEPT_SECONDS.
+    """
 
     grown: float | None = None
     shrunk: float | None = None
@@ -31,14 +33,16 @@ class Asked:
         self._client = client
         self._key = f"paceline:{cluster}:planner:asked"
         self._numbers: dict[Role, set[int]] = {}
-        """Possible targets of the platform. After a failed call, the target may be the old or the new number."""
+        """Numbers of workers that may be the platform's targets, by role. After a failed call, the target may be the
+        old or the new number.
+        """
         self._given_up: dict[Role, int] = {}
-        """`RoleState.given_up` as it was when the platform's state was last read."""
+        """`PlatformRole.given_up` of each role when the platform's state was last read."""
 
     async def read(self) -> bool:
         """Take over the numbers that the previous planner has asked for. Raises RedisError.
 
-        Returns whether there were any; there are none if Redis has lost them.
+        Returns whether Redis had any numbers; it has none before the first decision, or after it has lost its data.
         """
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
         lists = {role: found.get(role.encode(), b"").split(b",") for role in ROLES}
@@ -52,7 +56,7 @@ class Asked:
         Args:
             before: numbers of workers before the change.
             after: numbers of workers after it, for the roles that change.
-            pinned: roles whose number a person has set, so that a change of it is the person's and not the planner's.
+            pinned: roles whose number a person has set. A change of their numbers does not count as the planner's.
         """
         for role, count in after.items():
             self._numbers[role] = self._numbers.get(role, set()) | {before.get(role, 0), count}
@@ -80,7 +84,7 @@ class Asked:
         return edits
 
     async def changes(self) -> dict[Role, Changes]:
-        """Return the times at which planners last changed each role. Raises RedisError."""
+        """Return, for each role, the seconds since planners last changed its number of workers. Raises RedisError."""
         async with self._client.pipeline(transaction=False) as pipeline:
             for role in ROLES:
                 pipeline.pttl(f"{self._key}:grown:{role}")

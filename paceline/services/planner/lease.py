@@ -14,16 +14,16 @@ from redis.asyncio.client import Pipeline
 from redis.exceptions import RedisError, WatchError
 
 SECONDS = 10.0
-"""Time after which the lease of a planner that has ended goes to another one."""
+"""Seconds for which a lease is valid. If its holder ends without a release, another planner gets it after this time."""
 MARGIN_SECONDS = 2.0
-"""The holder stops to act this long before its lease ends, because a call to the platform takes time."""
+"""Seconds before the end of its lease at which the holder stops acting, because a call to the platform takes time."""
 
 
 class LeaderLease:
     """One planner's claim to the lease of its cluster.
 
     Args:
-        holder: name of this planner, unique among all that ever run.
+        holder: name of this planner, unique among all planners that ever run.
     """
 
     def __init__(self, client: Redis, cluster: str, holder: str) -> None:
@@ -34,11 +34,11 @@ class LeaderLease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this planner may act now."""
+        """Whether this planner has the lease and may act now."""
         return time.monotonic() < self._until
 
     async def renew(self) -> bool:
-        """Take the lease if nobody has it, or extend it. Return whether this planner has it now.
+        """Take the lease if nobody has it, or extend it. Return whether this planner has the lease now.
 
         Raises RedisError or OSError if Redis does not answer. A lease that is held then ends by itself.
         """
@@ -61,7 +61,9 @@ class LeaderLease:
         return True
 
     async def release(self) -> None:
-        """Let another planner act at once. Errors are ignored, because the lease ends anyway."""
+        """Give the lease up, so that another planner can act at once. Errors are ignored, because the lease ends
+        anyway.
+        """
         was_held, self._until = self.is_held, 0.0
         if not was_held:
             return

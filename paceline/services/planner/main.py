@@ -1,4 +1,4 @@
-"""The planner as a process."""
+"""The process of a planner: plans for one cluster until SIGTERM, or replays a record."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def make_platform(config: PlannerConfig, teller: RoleTeller) -> Platform:
 
 
 def _replay(path: Path) -> None:
-    """Print the decisions of a record that differ now. Raises PacelineError if there are any."""
+    """Print the decisions of a record that this release makes differently. Raises PacelineError if there are any."""
     decisions = differing = 0
     for each in replay_file(path):
         decisions += 1

@@ -23,7 +23,7 @@ class PlannerMetrics:
     """Counters since the start, and the latest values."""
 
     actions: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """Number of actions by kind and role."""
+    """Number of actions since the start, by kind and role."""
     failures: Counter[str] = field(default_factory=Counter)
     wanted: Mapping[Role, int] = field(default_factory=dict)
     leads: bool = False
@@ -36,7 +36,7 @@ class PlannerMetrics:
             self.actions[action.kind, getattr(action, "role", "")] += 1
 
     def samples(self) -> Iterator[Sample]:
-        """Yield all figures for metrics."""
+        """Yield all counters and latest values as metrics."""
         for (kind, role), count in sorted(self.actions.items()):
             name = f"{kind}_{role}" if role else kind
             yield Sample(f"decided_{name}", count, DECISIONS, {"action": kind, "worker_role": role})

@@ -15,7 +15,7 @@ from paceline.core.planner.replay import Recorder, Replayed, replay
 from paceline.core.planner.reports import Report
 
 KEPT = 4
-"""Full files that are kept, as FILE.1 (the newest) to FILE.4."""
+"""Number of full files that are kept, as FILE.1 (the newest) to FILE.4."""
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class RecordFile:
 
     Args:
         path: the file. An earlier record there is kept as FILE.1.
-        most_bytes: size after which a new file begins.
+        most_bytes: size in bytes after which a new file begins.
 
     Raises ConfigError if the file cannot be written. Later errors are logged, because a full disk stops no planner.
     """
@@ -78,7 +78,9 @@ class RecordFile:
 
 
 def replay_file(path: Path) -> Iterator[Replayed]:
-    """Make the decisions of a record again. Raises ConfigError if the file is no record."""
+    """Make the decisions of a record again, and yield each with the recorded one. Raises ConfigError if the file is no
+    record.
+    """
     try:
         with path.open() as file:
             yield from replay(file)

@@ -19,8 +19,8 @@ from paceline.services.platforms.platform import Ability, PlatformState
 LOST_SECONDS = 60.0
 """Seconds for which a member that vanished without draining is reported as lost."""
 MEMORIES = 8
-"""Number of recent starts, drains and flips of a role that are kept. The longest of them is the estimate for the next
-one.
+"""Number of recent starts, drains and flips of a role whose times are kept. The longest time is the estimate for the
+next start, drain or flip.
 """
 
 _DISTRIBUTIONS = ("prompt_tokens", "answer_tokens", "ttft", "itl")
@@ -36,40 +36,40 @@ class Seen(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """A member as it was seen last."""
+    """The newest known state of a member, and the state at the previous report."""
 
     seen: Seen
     at: float
     since: float
-    """Time at which its present state was first seen."""
+    """Instant at which the member's present state was first seen."""
     member_before: Member | None = None
-    """The member as it was at the previous report, to count what happened since."""
+    """The member as it was at the previous report, to count requests and steps since then."""
 
 
 @dataclass(slots=True)
 class _Times:
-    """Measured times of one role."""
+    """Recently measured starts, drains and flips of one role."""
 
     startups: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
     drains: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
     flips: deque[float] = field(default_factory=lambda: deque(maxlen=MEMORIES))
-    """Flips away from this role."""
+    """Times of recent flips from this role to another one, in seconds."""
 
 
 class ReportBuilder:
-    """Makes the reports of one fleet. It remembers what was seen before, because services publish totals.
+    """Makes the reports of one fleet. It remembers earlier members, because services publish totals.
 
     Args:
-        startup_seconds: estimate before the first worker of a role was seen to start.
-        drain_seconds: estimate before the first worker of a role was seen to drain.
-        flip_seconds: estimate before the first worker was seen to leave a role for another one.
+        startup_seconds: estimated time of a start, used until a worker of the role was seen to start.
+        drain_seconds: estimated time of a drain, used until a worker of the role was seen to drain.
+        flip_seconds: estimated time of a flip, used until a worker was seen to leave the role for another one.
     """
 
     def __init__(self, startup_seconds: float = 60.0, drain_seconds: float = 30.0, flip_seconds: float = 5.0) -> None:
         self._estimates = startup_seconds, drain_seconds, flip_seconds
         self._shares_cores = dict.fromkeys(ROLES, True)
-        """For each role, whether its most recently ready workers take turns on shared cores. Before any was ready, they
-        are assumed to.
+        """For each role, whether its most recently ready workers take turns on shared cores. True before any worker was
+        ready.
         """
         self._known: dict[str, _Known] = {}
         self._times: dict[str, _Times] = {role: _Times() for role in ROLES}
@@ -114,12 +114,12 @@ class ReportBuilder:
         abilities: Collection[Ability],
         changes: Mapping[Role, Changes] | None = None,
     ) -> Report:
-        """Return the report on the observed members. Its counts begin at the previous report.
+        """Return the report on the observed members. It counts requests and steps since the previous report.
 
         Args:
             pinned: numbers of workers that people have set.
             abilities: abilities of the platform.
-            changes: the times at which planners changed each role; None if unknown.
+            changes: for each role, the seconds since planners changed it; None if unknown.
         """
         self._forget_ended(platform)
         hosts = {known.seen.member.worker_id: known.seen.member.host for known in self._of("kvtransfer")}
@@ -237,7 +237,9 @@ class ReportBuilder:
         )
 
     def _kv(self, member: Member, host: HostReport | None) -> tuple[float, int]:
-        """Return the pressure on the memory in which a worker has its KV, and the tokens of its share of it."""
+        """Return the pressure on the memory that has a worker's KV, and the tokens of the worker's share of this
+        memory.
+        """
         if member.work.kv_tokens:
             return member.work.kv_pressure, member.work.kv_tokens
         if host is None or not host.blocks or member.state == "starting":
@@ -296,7 +298,7 @@ def _merged(gains: list[_Gain], seconds: float) -> Traffic:
 
 
 def _steps_since(before: WorkReport, after: WorkReport) -> tuple[Steps, ...]:
-    """Return the steps between two reports of one worker, by load. A load that it had forgotten counts anew."""
+    """Return the steps between two reports of one worker, by load. A load that the worker had forgotten counts anew."""
     earlier = {load.load: load for load in before.steps}
     found = []
     for load in after.steps:

@@ -16,7 +16,7 @@ from paceline.services.platforms.platform import KnownWorker
 
 
 class RoleTeller:
-    """Finds workers in Redis and calls them."""
+    """Finds workers in Redis, and calls them to change their roles."""
 
     def __init__(self, client: Redis, cluster: str, credentials: Credentials, signatures: MemberSignatures) -> None:
         self._client = client
@@ -25,7 +25,7 @@ class RoleTeller:
         self._signatures = signatures
 
     async def tell(self, worker_id: str, role: Role) -> None:
-        """Give a running worker a role. A worker that has it already does nothing.
+        """Give a running worker a role. A worker that has the role already does nothing.
 
         Raises UnavailableError if the worker is not known, does not answer, or cannot take the role now.
         """

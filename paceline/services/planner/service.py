@@ -37,13 +37,15 @@ TICK_SECONDS = 1.0
 this time.
 """
 CALL_SECONDS = 60.0
-"""Deadline of one call of the platform, in seconds."""
+"""Deadline of one call to the platform, in seconds."""
 HANDOVER_SECONDS = 2.0
-"""Time between another planner's last decision and this one's first, in seconds. By then, the other's last drains are
-known from the workers' reports.
+"""Least time between the previous planner's last decision and this planner's first one, in seconds. By then, the
+other's last drains are known from the workers' reports.
 """
 KEPT = 20
-"""Newest decisions that `/fleet` shows. Of decisions with the same line in a row, only the last is kept."""
+"""Number of newest decisions that `/fleet` shows. If consecutive decisions have the same line, only the last is
+kept.
+"""
 
 Answer = TypeVar("Answer")
 
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class _Past(NamedTuple):
-    """A decision as people see it."""
+    """A decision in the form that `/fleet` shows to people."""
 
     at: float
     line: str
@@ -63,8 +65,9 @@ class PlannerService:
 
     Args:
         platform: starts and stops the workers.
-        name: unique among all planners that ever run.
-        drain_seconds: the longest time that a worker drains. It is the estimate until a drain was seen.
+        name: name of this planner, unique among all planners that ever run.
+        drain_seconds: the longest time that a worker drains. It also is the estimated time until the planner has seen a
+            drain.
         record: the planner's record; None records nothing.
         on_decision: called after each decision.
     """

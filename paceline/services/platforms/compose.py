@@ -30,23 +30,23 @@ SERVICE = "com.docker.compose.service"
 NUMBER = "com.docker.compose.container-number"
 ONE_OFF = "com.docker.compose.oneoff"
 CALL_SECONDS = 20.0
-"""Deadline of one call of the engine, in seconds."""
+"""Deadline of one call to the docker engine, in seconds."""
 GRACE_SECONDS = 60
-"""Time that a worker has to drain if its service has no stop_grace_period, in seconds."""
+"""Seconds that a worker has to drain if its service has no stop_grace_period."""
 
 THREADS = 256
-"""Largest number of simultaneous calls of the engine. Each drain occupies one until its container has ended."""
+"""Largest number of simultaneous calls to the engine. Each drain occupies one until its container has ended."""
 
 Json = dict[str, Any]
 Workers = Callable[[], Awaitable[Mapping[str, KnownWorker]]]
-"""Returns all workers by id, in the order of their starts. Raises UnavailableError."""
+"""A function that returns all workers by id, in the order of their starts. Raises UnavailableError."""
 Answer = TypeVar("Answer")
 
 log = logging.getLogger(__name__)
 
 
 class DockerEngine(Protocol):
-    """The calls of the docker engine that are used, as `docker.APIClient` has them. They raise DockerException."""
+    """The calls to the docker engine that this platform needs, as in `docker.APIClient`. They raise DockerException."""
 
     def containers(self, *, all: bool, filters: Mapping[str, Any]) -> list[Json]: ...
     def inspect_container(self, container: str) -> Json: ...
@@ -59,27 +59,27 @@ class DockerEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container of a service."""
+    """A container of a service, as the planner sees it."""
 
     id: str
     service: str
     number: int
     role: str
-    """The present role of its worker."""
+    """The present role of the worker in the container."""
     runs: bool
     """Whether the container is running, or will be started again after it ends."""
     leaves: bool
     """Whether the container ends after its worker has drained, or is being removed."""
     serves: bool
-    """Whether its worker is ready."""
+    """Whether the worker in the container is ready."""
     is_dead: bool
-    """Whether the engine failed to remove it. Only its name is still in use."""
+    """Whether the engine failed to remove the container. Only its name is still in use."""
 
     @staticmethod
     def of(
         listed: Json, service_role: Role, worker: KnownWorker | None, last: Mapping[str, str], leaving: Collection[str]
     ) -> Container:
-        """Return a container as the engine lists it.
+        """Return the container that an item of the engine's list describes.
 
         Args:
             service_role: the role with which a worker in this container starts.
@@ -115,7 +115,7 @@ def open_compose(path: str, project: str, workers: Workers, prefix: str = "") ->
 
     Args:
         path: Unix socket of the docker engine.
-        project: name of the project; "" for the one whose container this process runs in.
+        project: name of the project; "" for the project of the container in which this process runs.
         workers: returns the present workers.
         prefix: prefix of the roles in the names of the services.
 
@@ -174,11 +174,11 @@ class ComposePlatform:
         self._threads = ThreadPoolExecutor(THREADS, "compose")
 
     def take_over(self) -> None:
-        """See `Platform.take_over`."""
+        """Find the drains of the previous planner at the next call of `state`."""
         self._takes_over = True
 
     async def state(self) -> PlatformState:
-        """See `Platform.state`. A role without any container, even a stopped one, cannot be scaled."""
+        """Return the numbers of workers by role. A role without any container, even a stopped one, cannot be scaled."""
         found = [each for each in await self._containers() if not each.is_dead]
         roles: dict[Role, PlatformRole] = {}
         for role in ROLES:
@@ -189,7 +189,7 @@ class ComposePlatform:
         return PlatformState(roles)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        """See `Platform.scale`."""
+        """Keep `wanted` containers of a role: start or copy some, or end some, first those of `victims`."""
         async with self._acting:
             found = await self._containers()
             service = self._prefix + role
@@ -214,12 +214,11 @@ class ComposePlatform:
                 await self._copy(copies[0], number)
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        """See `Platform.flip`. This platform refuses it, because a container that starts again has the role of its
-        service again."""
+        """Refuse with UnavailableError, because a container that starts again has the role of its service again."""
         raise UnavailableError("a container of docker compose cannot keep another role than that of its service")
 
     async def close(self) -> None:
-        """See `Platform.close`. Containers that drain end by themselves."""
+        """Release the connection to the engine. Containers that drain end by themselves."""
         await end_tasks(*self._ending.values())
         self._threads.shutdown(wait=False)
         await asyncio.to_thread(self._engine.close)

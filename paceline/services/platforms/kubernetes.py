@@ -39,9 +39,9 @@ BLIND_SECONDS = 90.0
 SETTLE_SECONDS = 5.0
 """Roles of pods are compared with their wanted roles after each change, and at this interval, in seconds."""
 PAUSE_SECONDS = 0.1
-"""Changes within this time after a first one are handled together, in seconds."""
+"""Changes of pods within this time after a first change are handled together, in seconds."""
 FIRST_LIST_SECONDS = 30.0
-"""Time that the first list of pods may take."""
+"""Longest time until the first list of pods has come, in seconds."""
 
 PODS = "app.kubernetes.io/name=paceline,app.kubernetes.io/component in (worker,encode)"
 _ROLES = "v1/configmaps/roles"
@@ -49,7 +49,7 @@ _ROLES = "v1/configmaps/roles"
 log = logging.getLogger(__name__)
 
 Tell = Callable[[str, Role], Awaitable[None]]
-"""Tells a worker, by its id, the role that it shall have. A worker that has it already does nothing.
+"""A function that tells a worker, by its id, to take a role. A worker that has the role already does nothing.
 
 Raises PacelineError."""
 
@@ -59,7 +59,7 @@ class KubernetesPlatform:
 
     Args:
         api: the API of the fleet's namespace.
-        tell: gives a running worker its role.
+        tell: tells a running worker its role.
     """
 
     name = "kubernetes"
@@ -79,10 +79,12 @@ class KubernetesPlatform:
         self._tasks: list[asyncio.Task[None]] = []
 
     def take_over(self) -> None:
-        """See `Platform.take_over`. This platform itself knows which workers drain."""
+        """Do nothing, because this platform itself knows which workers drain."""
 
     async def state(self) -> PlatformState:
-        """See `Platform.state`."""
+        """Return the numbers of workers by role, from the wish and the known pods, and the reasons why pods do not
+        run.
+        """
         await self._see()
         async with self._acting:
             worker, encode = await self._api.get(_deployment("worker")), await self._encode()
@@ -101,7 +103,9 @@ class KubernetesPlatform:
         return PlatformState(roles, trouble)
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        """See `Platform.scale`. Also raises UnavailableError if Kubernetes would end another pod than chosen."""
+        """Keep `wanted` workers of a role from now on. Also raises UnavailableError if Kubernetes would end a pod that
+        was not chosen.
+        """
         await self._see()
         async with self._acting:
             deployment = await self._api.get(_deployment(component_of(role)))
@@ -118,7 +122,7 @@ class KubernetesPlatform:
         self._changed.set()
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        """See `Platform.flip`."""
+        """Give a worker's pod another role: change the wish and the pod's label, and tell the worker if it is ready."""
         await self._see()
         async with self._acting:
             pod = self._book.find(worker_id)
@@ -142,7 +146,7 @@ class KubernetesPlatform:
             raise UnavailableError(f"{worker_id} does not become a {role} worker: {error}") from error
 
     async def close(self) -> None:
-        """See `Platform.close`."""
+        """Stop watching the pods, and close the connections to the API server."""
         await end_tasks(*self._tasks)
         self._tasks = []
         await self._api.close()
@@ -285,5 +289,5 @@ def _deployment(name: str) -> str:
 
 
 def component_of(role: Role) -> str:
-    """Return the Deployment of the workers of a role."""
+    """Return the name of the Deployment of a role's workers."""
     return "encode" if role == "encode" else "worker"

@@ -24,14 +24,14 @@ Json = dict[str, Any]
 CALL_SECONDS = 10.0
 """Deadline of a call to the API, in seconds."""
 WATCH_SECONDS = 60
-"""The API server ends a watch after this many seconds. A dead connection is noticed soon after this time."""
+"""Seconds after which the API server ends a watch. A dead connection is noticed soon after this time."""
 PAGE = 500
-"""Objects that one answer lists at most."""
+"""Largest number of objects in one answer to a list request."""
 ATTEMPTS = 5
 """Largest number of attempts at a change that conflicts with changes by others."""
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""The files that a pod gets for its service account."""
+"""The folder with the files that a pod gets for its service account."""
 
 
 class ObjectConflictError(UnavailableError):
@@ -43,7 +43,7 @@ class GoneError(UnavailableError):
 
 
 class MissingError(UnavailableError):
-    """There is no such object (404)."""
+    """The requested object does not exist (404)."""
 
 
 class KubernetesApi:
@@ -52,8 +52,8 @@ class KubernetesApi:
     Args:
         url: the API server, such as https://10.0.0.1:443.
         token_file: file with the service account's token, which is read for every call because it is renewed; None to
-            send none.
-        authorities: PEM file with the authorities of the API server; "" for those of the system.
+            send no token.
+        authorities: PEM file with the authorities of the API server; "" for the authorities of the system.
     """
 
     def __init__(self, url: str, namespace: str, token_file: Path | None = None, authorities: str = "") -> None:
@@ -79,7 +79,7 @@ class KubernetesApi:
         return cls(f"https://{address}", namespace, _ACCOUNT / "token", str(_ACCOUNT / "ca.crt"))
 
     async def get(self, path: str) -> Json:
-        """Return an object. Raises UnavailableError.
+        """Return the object at a path. Raises UnavailableError.
 
         Args:
             path: path within the namespace, such as apps/v1/deployments/worker or v1/pods/worker-1.
@@ -89,16 +89,18 @@ class KubernetesApi:
     async def patch(self, path: str, body: Json) -> Json:
         """Change an object by a merge patch, and return the new object. Raises UnavailableError.
 
-        A `metadata.resourceVersion` in `body` is a condition: ConflictError if the object has another one.
+        A `metadata.resourceVersion` in `body` is a condition: the call raises ObjectConflictError if the object has
+        another version.
         """
         headers = {"Content-Type": "application/merge-patch+json"}
         return await self._call("PATCH", path, headers=headers, content=json.dumps(body))
 
     async def change(self, path: str, make: Callable[[Json], Json | None]) -> None:
-        """Read an object and change it, and begin anew if somebody else has changed it meanwhile.
+        """Read an object and change it. Begin anew if somebody else has changed the object meanwhile.
 
         Args:
-            make: returns the merge patch for the object as it is now; None if nothing is to be done. May raise.
+            make: returns the merge patch for the object as it is now; None if nothing is to be done. Its errors reach
+                the caller.
 
         Raises UnavailableError, also if others keep changing the object.
         """
@@ -165,7 +167,7 @@ class KubernetesApi:
             raise UnavailableError(f"the watch of {path} broke: {error!r}") from error
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to the API server."""
         await self._client.aclose()
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str] | None = None, **rest: Any) -> Json:

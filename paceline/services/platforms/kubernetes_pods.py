@@ -28,21 +28,21 @@ class Pod:
     name: str
     uid: str
     version: str
-    """The resourceVersion of this description."""
+    """The resourceVersion of the object that this description was made of."""
     component: str = "worker"
-    """The Deployment that the pod belongs to: `worker` or `encode`."""
+    """Name of the Deployment to which the pod belongs: `worker` or `encode`."""
     role: Role = "decode"
     phase: str = "Pending"
     placed: bool = False
-    """Whether the pod has a node."""
+    """Whether Kubernetes has placed the pod on a node."""
     started: bool = False
-    """Whether its container has started, which has read the role by then."""
+    """Whether the pod's container has started, and so has read the role from the pod's label."""
     ready: bool = False
     ending: bool = False
-    """Whether the pod was told to end."""
+    """Whether Kubernetes has told the pod to end."""
     cost: int = 0
     created: str = ""
-    """Time of creation, in a form that sorts."""
+    """Time of creation as ISO 8601 text in UTC, so that texts sort by time; "" if unknown."""
     restarts: int = 0
     problem: str = ""
     """The reason why the pod does not run and will not run by itself; empty if nothing is wrong."""
@@ -96,7 +96,7 @@ class PodBook:
 
     def __init__(self) -> None:
         self._pods: dict[str, Pod] = {}
-        """By name."""
+        """The known pods, by name."""
         self._gone: dict[str, str] = {}
         """The uids of pods that have ended since the last list, so that late news do not bring them back."""
 
@@ -136,7 +136,8 @@ class PodBook:
 
 
 def is_newer(version: str, other: str) -> bool:
-    """Return whether a resourceVersion is newer than another. Kubernetes 1.35 promises that they are numbers that grow.
+    """Return whether a resourceVersion is newer than another. Kubernetes 1.35 promises that versions are growing
+    numbers.
 
     Versions of another form are taken in the order in which they come.
     """
@@ -179,13 +180,15 @@ def choose_victims(pods: Sequence[Pod], role: Role, count: int, wished: Sequence
 
 
 def costs(pods: Sequence[Pod], victims: Sequence[Pod]) -> dict[str, int]:
-    """Return the costs to set, by pod. The first victim gets the lowest one. Pods of earlier choices get 0 again."""
+    """Return the costs to set, by pod. The first victim gets the lowest cost. Pods of earlier choices get 0 again."""
     wanted = {pod.name: place - len(victims) for place, pod in enumerate(victims)}
     return {pod.name: cost for pod in living(pods) if (cost := wanted.get(pod.name, 0)) != pod.cost}
 
 
 def needed_because(pods: Sequence[Pod], pod: Pod) -> str:
-    """Return why a pod must keep its role until another pod of the role is ready; empty if it may leave."""
+    """Return why a pod must keep its role until another pod of the role is ready; empty if the pod may change its
+    role.
+    """
     stay = [each for each in living(pods) if each.role == pod.role and each.name != pod.name]
     if pod.ready and stay and not any(each.ready for each in stay):
         return f"{stay[0].name} is not ready yet"
@@ -193,7 +196,7 @@ def needed_because(pods: Sequence[Pod], pod: Pod) -> str:
 
 
 def new_roles(pods: Sequence[Pod], prefill: int, decode: int) -> list[tuple[Pod, Role]]:
-    """Return the pods that should have another role, with this role.
+    """Return the pods whose role should change, each with its new role.
 
     New pods start as decode workers. Pods whose container has not started can change their role at no cost, so they
     come first. Then come pods that are not ready, so that a role keeps its ready pods, and then the youngest pods,

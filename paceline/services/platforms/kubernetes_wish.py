@@ -29,12 +29,14 @@ class Wish:
         return self.prefill + self.decode
 
     def with_role(self, role: Role, count: int, replicas: int) -> Wish:
-        """Return the wish with another number of prefill or decode workers, while the Deployment has `replicas`."""
+        """Return a wish with `count` workers of a role. `replicas` is the number that the Deployment has before this
+        change.
+        """
         new = Wish(count, self.decode) if role == "prefill" else Wish(self.prefill, count)
         return new if new.total == replicas else replace(new, before=replicas)
 
     def to_data(self) -> dict[str, str | None]:
-        """Return the data of the ConfigMap. None removes a key."""
+        """Return the wish as data of the ConfigMap. A value of None removes its key."""
         before = None if self.before is None else str(self.before)
         return {"prefill": str(self.prefill), "decode": str(self.decode), "before": before}
 
@@ -44,8 +46,8 @@ def read_wish(roles: Json, replicas: int) -> Wish:
 
     Args:
         roles: the ConfigMap `roles`. Without data, all workers decode.
-        replicas: those of the Deployment `worker`. If a person has changed them, the number of decode workers changes.
-            The last pod decodes, because nothing is served without a decode worker.
+        replicas: number of replicas of the Deployment `worker`. If a person has changed them, the number of decode
+            workers changes. The last pod decodes, because nothing is served without a decode worker.
     """
     prefill, decode, before = (_number(roles, name) for name in ("prefill", "decode", "before"))
     wish = Wish(prefill or 0, decode or 0, before)

@@ -11,12 +11,12 @@ from typing import Literal, NamedTuple, Protocol
 from paceline.core.planner.reports import Role
 
 Ability = Literal["choose", "flip", "spread"]
-"""Abilities that not every platform has: end a worker by its id (`choose`), give a worker another role (`flip`), and
-start a worker on a machine with free cores (`spread`)."""
+"""An ability that not every platform has: to end a worker by its id (`choose`), to give a worker another role (`flip`),
+or to start a worker on a machine with free cores (`spread`)."""
 
 
 class KnownWorker(NamedTuple):
-    """A worker as Redis knows it."""
+    """A worker as its member in Redis describes it."""
 
     role: str
     drains: bool = False
@@ -86,4 +86,4 @@ class Platform(Protocol):
         """
 
     async def close(self) -> None:
-        """Release connections. Workers keep running."""
+        """Release the connections to the platform. Workers keep running."""

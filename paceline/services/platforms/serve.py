@@ -25,10 +25,10 @@ class ServePlatform:
         self._socket = socket
 
     def take_over(self) -> None:
-        """See `Platform.take_over`. This platform itself knows which workers drain."""
+        """Do nothing, because the supervisor itself knows which workers drain."""
 
     async def state(self) -> PlatformState:
-        """See `Platform.state`."""
+        """Return the numbers of workers by role, as the supervisor counts them."""
         answer = await ask_supervisor(self._socket, {})
         # A process that has ended is started again, so nearly all wanted workers are running.
         return PlatformState(
@@ -40,15 +40,15 @@ class ServePlatform:
         )
 
     async def scale(self, role: Role, wanted: int, victims: Sequence[str] = ()) -> None:
-        """See `Platform.scale`."""
+        """Ask the supervisor to keep `wanted` workers of a role, and to end `victims` first if there are too many."""
         await self._ask({role: wanted, "victims": list(victims)})
 
     async def flip(self, worker_id: str, role: Role) -> None:
-        """See `Platform.flip`."""
+        """Ask the supervisor to give a worker another role."""
         await self._ask({"flip": {worker_id: role}})
 
     async def close(self) -> None:
-        """See `Platform.close`. Each call has a connection of its own."""
+        """Do nothing, because each call has a connection of its own."""
 
     async def _ask(self, request: Mapping[str, Any]) -> None:
         try:

@@ -31,7 +31,7 @@ CallContext = grpc.aio.ServicerContext[worker_pb2.PrefillRequest, worker_pb2.Pre
 
 
 class PrefillService(worker_pb2_grpc.PrefillServicer):
-    """Serves `Prefill` with one worker."""
+    """The gRPC service `Prefill` of one worker, through which gateways let it compute prompts."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -49,7 +49,7 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
     async def _prefill(
         self, request: worker_pb2.PrefillRequest, compiled: Awaitable[Grammar | None], context: CallContext
     ) -> None:
-        """Compute the context and send events. The last one has the key under which decode can adopt the blocks."""
+        """Compute the context and send events. The last event has the key under which decode can adopt the blocks."""
         worker, work = self._worker, request.work
         reservation, prefix_came = await self._open(request)
         try:

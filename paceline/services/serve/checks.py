@@ -19,9 +19,9 @@ from paceline.models.model_config import ModelConfig
 from paceline.services.serve.settings import served_name
 
 PROCESS_BYTES = 400 << 20
-"""Resident memory of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
+"""Resident bytes of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
 LEAST_KV_BYTES = 256 << 20
-"""Smallest memory for the KV cache if its size is "auto"."""
+"""Smallest memory for the KV cache if its size is "auto", in bytes."""
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -41,7 +41,7 @@ def check_model(config: ServeConfig, folder: Path) -> None:
 
 
 def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:
-    """Raise ConfigError if there shall be encode workers and the model in `folder` has no encoders."""
+    """Raise ConfigError if `count` is above 0 and the model in `folder` has no encoders for encode workers."""
     if count and not has_native_encoders(folder, config.model_impl):
         raise ConfigError(
             f"{served_name(config)} has no encoders that Paceline computes, so it needs no encode workers"
@@ -68,7 +68,7 @@ def check_memory(models: Sequence[tuple[ServeConfig, Path]], available: int | No
         available: bytes that can be allocated without swapping; None if the system does not report them.
 
     Returns:
-        A warning if not all experts fit; else an empty text.
+        A warning for the user if not all experts fit; "" if they do.
     """
     if available is None:
         return ""

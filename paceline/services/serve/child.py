@@ -54,8 +54,8 @@ class Child:
 
         Args:
             answers_on: where the process writes a line when it is ready; "ready-fd" is a pipe, passed to it by a flag.
-            echo: called with each line of its other output.
-            environment: its environment; None to inherit that of this process.
+            echo: called with each line of the process's other output.
+            environment: environment of the new process; None to inherit the environment of this process.
 
         Raises:
             ConfigError: the command cannot be executed.
@@ -80,7 +80,7 @@ class Child:
         return cls(name, process, answer, output, echo)
 
     async def answer(self, timeout: float) -> str:
-        """Wait for the line with which the process says that it is ready, and return the line.
+        """Wait for the line that the process writes when it is ready, and return this line.
 
         Raises:
             PacelineError: the process ended, or wrote no line within `timeout` seconds.

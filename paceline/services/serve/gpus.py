@@ -15,7 +15,7 @@ _FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 def visible_gpus(folder: Path = _FOLDER) -> list[str]:
-    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; none if this is not known."""
+    """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; [] if they are unknown."""
     if (named := env.visible_gpus()) is not None:
         return [name for each in named.split(",") if (name := each.strip())]
     try:
@@ -25,10 +25,10 @@ def visible_gpus(folder: Path = _FOLDER) -> list[str]:
 
 
 def default_budget(config: ServeConfig, gpus: int) -> int:
-    """Return the planner's budget if the user has named none: the number of GPUs, or of the workers that the user wants
-    if that is larger.
+    """Return the planner's budget for a user who has set none: the number of GPUs, or the number of workers that the
+    user wants if it is larger.
 
-    Workers that share a GPU are no faster than one, so the planner adds no worker that would have to share.
+    Several workers on one GPU are no faster than one, so the planner adds no worker that would have to share.
     """
     devices = config.prefill_devices, config.decode_devices, config.encode_devices
     first = config.prefill, config.decode, config.encode
@@ -40,7 +40,7 @@ class GpuPlaces:
     """Gives each worker the GPU that the fewest workers have.
 
     Args:
-        gpus: see `visible_gpus`.
+        gpus: the GPUs, as CUDA_VISIBLE_DEVICES names them; may be empty.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -48,11 +48,11 @@ class GpuPlaces:
 
     @property
     def count(self) -> int:
-        """Number of GPUs."""
+        """Number of known GPUs."""
         return len(self._workers)
 
     def take(self) -> str | None:
-        """Return the GPU of one more worker; None if no GPU is known."""
+        """Return the GPU for one more worker, and note that the worker has it; None if no GPU is known."""
         if not self._workers:
             return None
         gpu = min(self._workers, key=self._workers.__getitem__)
@@ -64,5 +64,5 @@ class GpuPlaces:
         return self._workers[gpu] > 1
 
     def give_back(self, gpu: str) -> None:
-        """Free the place of a worker that has ended."""
+        """Note that a worker on this GPU has ended."""
         self._workers[gpu] -= 1

@@ -11,9 +11,9 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.services.serve.child import Child
 
 SETTLED_SECONDS = 5.0
-"""A process that ends sooner than this after its start is likely to do so again, in seconds."""
+"""An end sooner than this after the start, in seconds, counts as a failure, because it is likely to happen again."""
 MOST_FAILURES = 5
-"""Number of ends in a row, each soon after a start, after which the service is given up."""
+"""Number of failures in a row after which the service is given up."""
 _PAUSES = (0.25, 10.0)
 """Shortest and longest mean of the random pause before a new start, in seconds."""
 
@@ -22,8 +22,8 @@ class ManagedProcess:
     """The owner of one process at a time, from `start` to `stop`.
 
     Args:
-        launch: starts a process. It gets the address at which the process before it listened, or "".
-        wait_ready: returns a process's address as soon as it serves. Raises PacelineError if it does not.
+        launch: starts a process. Its argument is the address of the previous process; "" for the first one.
+        wait_ready: waits until a process serves and returns its address. Raises PacelineError if it takes too long.
         tell: shows a line to the user.
     """
 
@@ -50,7 +50,7 @@ class ManagedProcess:
         return self._child
 
     async def ready(self) -> str:
-        """Wait until the process serves and return its address. Raises PacelineError if it does not."""
+        """Wait until the process serves and return its address. Raises PacelineError if it does not serve in time."""
         assert self._child is not None
         self._address = await self._wait_ready(self._child)
         return self._address
@@ -62,7 +62,7 @@ class ManagedProcess:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the process serves now."""
+        """Whether the process runs and has announced that it serves."""
         return self._child is not None and self._child.is_ready and not self._child.exited.done()
 
     async def supervise(self, stack_serves: Callable[[], bool]) -> None:
@@ -102,7 +102,7 @@ class ManagedProcess:
         """Stop the process, if one runs. `supervise` must have been cancelled before.
 
         Args:
-            grace: seconds until the process is killed.
+            grace: seconds from SIGTERM until the process is killed.
             hurry: when this is set, the process is killed at once.
         """
         if self._child is not None and not self._child.exited.done():

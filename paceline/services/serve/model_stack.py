@@ -29,8 +29,8 @@ class ModelStack:
 
     Args:
         config: the options of this model.
-        folder: folder of its files. The folder's name with the number is the name of the fleet's cluster.
-        label: prefix of the names of its processes, for the user; "" if there is only one model.
+        folder: folder for the files of the fleet. The cluster is named after this folder and the model's number.
+        label: prefix of the names of the model's processes in output; "" if there is only one model.
         on_lost: called with the error if the model can no longer be served.
     """
 
@@ -45,7 +45,7 @@ class ModelStack:
     ) -> None:
         self.config = config
         self.folder = Path()
-        """Folder of the model, after `prepare`."""
+        """Folder of the prepared model; only valid after `prepare`."""
         self.cluster = f"{folder.name}-{number}"
         self.socket = folder / f"scale-{number}.sock"
         """Path of the Unix socket through which the fleet is scaled."""
@@ -61,7 +61,7 @@ class ModelStack:
         """Leases of the folders of the models, which a worker that starts again reads again."""
 
     async def prepare(self) -> None:
-        """Fetch or convert the model. The options then have the folder of the draft model, too."""
+        """Fetch or convert the model and its draft model, and set their folders in this object and its options."""
         config = self.config
         # The draft model comes first, because it is small: its errors do not wait for the download of the model.
         speculative = parse_speculative_config(config.speculative_config)
@@ -99,7 +99,7 @@ class ModelStack:
         await self._scaling.start()
 
     async def ready(self) -> None:
-        """Wait until the workers serve, and start the planner. Raises PacelineError if one does not serve."""
+        """Wait until the workers serve, and start the planner. Raises PacelineError if a worker does not serve."""
         assert self._workers is not None
         await self._workers.ready()
         if self.config.planner:
@@ -120,7 +120,7 @@ class ModelStack:
         await self._processes.stop(self._planner)
 
     async def stop_workers(self) -> None:
-        """Stop the workers and then kvtransfer, which they use."""
+        """Stop the workers and then kvtransfer, because workers need kvtransfer until they end."""
         if self._workers is not None:
             await self._workers.stop(self._processes.grace, self._processes.hurry)
         await self._processes.stop(self._kvtransfer)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 _PREFIX = "paceline-stack-"
 _SETTLED_SECONDS = 60.0
-"""A younger folder may belong to a process that has not locked it yet. In seconds."""
+"""Age in seconds below which an unlocked folder is kept, because its process may not have locked it yet."""
 
 
 @contextlib.contextmanager

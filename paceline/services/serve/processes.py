@@ -28,7 +28,7 @@ START_SECONDS = 600.0
 REDIS_SECONDS = 10.0
 """Longest time until Redis answers, in seconds."""
 GRACE_SECONDS = 5.0
-"""Time that a process has to end, in addition to its time for draining, in seconds."""
+"""Time that a process has to end after its time for draining, in seconds."""
 
 OnBroken: TypeAlias = Callable[[ManagedProcess, BaseException], object]
 """A function that is called with a process that cannot be kept running, and the error."""
@@ -39,8 +39,8 @@ class Processes:
 
     Args:
         command: returns the command line of a role ("prepare", "kvtransfer", "decode", …) with its arguments.
-        drain_seconds: time that a process has for draining.
-        gpus: GPUs for workers, as CUDA_VISIBLE_DEVICES names them.
+        drain_seconds: time that a process has for draining, in seconds.
+        gpus: GPUs for workers, as CUDA_VISIBLE_DEVICES names them; empty if they are unknown.
     """
 
     def __init__(self, command: Callable[..., Sequence[str]], drain_seconds: float, gpus: Sequence[str] = ()) -> None:
@@ -63,7 +63,7 @@ class Processes:
         It keeps its address when it is started again, because other processes were started with this address.
 
         Args:
-            label: prefix of its name, for the user.
+            label: prefix of the process's name in output.
         """
 
         def launch(address: str) -> Awaitable[Child]:
@@ -141,11 +141,11 @@ class Processes:
         return process
 
     async def end_supervisions(self) -> None:
-        """Start no process again, because the whole stack is stopped."""
+        """End all supervisions, so that no process is started again while the whole stack is stopped."""
         await end_tasks(*self._supervisions.values())
 
     async def stop(self, process: ManagedProcess | None) -> None:
-        """Stop a process, if there is one."""
+        """Stop a process and its supervision. None does nothing."""
         if process is not None:
             if (supervision := self._supervisions.pop(process, None)) is not None:
                 await end_tasks(supervision)

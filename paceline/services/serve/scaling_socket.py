@@ -20,7 +20,7 @@ _ADVICE = 'a scaling request is a JSON object like {"prefill": 3, "decode": 1}'
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The wanted changes of one request."""
+    """The changes of the fleet that one request asks for."""
 
     targets: dict[Role, int]
     victims: list[str]
@@ -74,7 +74,7 @@ class ScalingSocket:
 
 
 def _parse(line: bytes) -> _Asked:
-    """Read a request. Raises ConfigError."""
+    """Return the changes that a line of JSON asks for. Raises ConfigError if the line is no valid request."""
     try:
         asked = json.loads(line)
     except ValueError:

@@ -64,7 +64,7 @@ def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
 
 
 def gateway_settings(config: ServeConfig, models: Path, redis: str, secret: Path) -> str:
-    """Return the text of the gateway's file. `models` is the file with its models, see `models_file`."""
+    """Return the text of the gateway's file. `models` is the path of the file that has the text of `models_file`."""
     options = {name: getattr(config, name) for name in (*_GATEWAY, *_SERVICE)}
     options["store"] = config.store or str(cache_folder(config) / "store.db")
     options |= {"models_file": str(models), "redis": redis, "auth_token_file": str(secret)}
@@ -89,7 +89,7 @@ def models_file(fleets: Iterable[tuple[ServeConfig, Path, str, Path]]) -> str:
 def served_name(config: ServeConfig) -> str:
     """Return the name of the model in the API: by default the name on the hub, or the name of the folder or file.
 
-    For a link, it is the link's own name, which stays the same when the link points to a newer model.
+    For a symbolic link, this is the link's own name, which stays the same when the link points to a newer model.
     """
     if config.served_model_name:
         return config.served_model_name
@@ -98,7 +98,7 @@ def served_name(config: ServeConfig) -> str:
 
 
 def cache_folder(config: ServeConfig) -> Path:
-    """Return the folder that keeps what this stack makes."""
+    """Return the absolute path of --cache-dir, the folder for converted models and other made files."""
     return Path(config.cache_dir).expanduser().absolute()
 
 

@@ -45,7 +45,7 @@ class Supervisor:
         self._redis: ManagedProcess | None = None
         self._gateway: ManagedProcess | None = None
         self._lost: dict[ModelStack, asyncio.Task[None]] = {}
-        """Fleets that are stopped while others serve."""
+        """Fleets whose models were lost, with the tasks that stop them while other fleets serve."""
         self._broken: asyncio.Queue[BaseException] = asyncio.Queue()
         """Errors of processes without which the stack cannot run."""
         self._stop = asyncio.Event()

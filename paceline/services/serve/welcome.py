@@ -29,7 +29,7 @@ async def wait_until_serving(config: ServeConfig, address: str, models: Sequence
 
     Args:
         address: host:port or unix:PATH, as the gateway announced it.
-        models: the models by name, all of which must be served.
+        models: names of the models, all of which must be served.
     """
     if config.ssl_cert_reqs == ssl.CERT_REQUIRED:
         return  # the gateway demands client certificates, and this process has none
@@ -44,7 +44,7 @@ async def wait_until_serving(config: ServeConfig, address: str, models: Sequence
 
 
 async def numerics_in_use(redis: str, clusters: Iterable[str], secret: Secret) -> list[str]:
-    """Return the numerics of the clusters' workers, each once; [] if Redis does not answer."""
+    """Return the numerics that workers of the clusters use, each numerics once; [] if Redis does not answer."""
     client = connect(redis)
     try:
         members = [

@@ -21,7 +21,7 @@ MOST = 64
 LOOK_SECONDS = 0.2
 """Interval of the checks whether a worker may drain, in seconds."""
 FLIPPING: tuple[Role, ...] = ("prefill", "decode")
-"""Roles that a running worker can exchange."""
+"""Roles between which a running worker can change."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ class WorkerFleet:
         # Names are not used again, because a worker that drains still has its own.
         self._numbers: dict[Role, itertools.count[int]] = {role: itertools.count() for role in get_args(Role)}
         self._workers: dict[Role, list[ServedWorker]] = {role: [] for role in get_args(Role)}
-        """Oldest first, without workers that drain."""
+        """The workers of each role, oldest first, without workers that drain."""
         self._draining: dict[Role, set[ServedWorker]] = {role: set() for role in get_args(Role)}
         self._given_up: dict[Role, int] = dict.fromkeys(get_args(Role), 0)
         self._scaling = asyncio.Lock()
@@ -80,8 +80,8 @@ class WorkerFleet:
         Returns as soon as all processes are started and all drains have begun.
 
         Args:
-            victims: names of the workers that are drained first, in this order, after those that do not serve yet.
-                Then come the newest ones. Names of workers that have ended are ignored.
+            victims: names of the workers to drain, in this order. Workers that do not serve yet are drained before
+                them, and the newest workers after them. Names of workers that have ended are ignored.
 
         Raises:
             ConfigError: the number of workers is out of range, or the machine has no memory for more.
@@ -146,7 +146,7 @@ class WorkerFleet:
                 self._tell(f"  {worker.name:<12} becomes {role}")
 
     async def ready(self) -> None:
-        """Wait until the workers of the stack's start serve. Raises PacelineError if one does not."""
+        """Wait until the workers that were started with the stack serve. Raises PacelineError if one does not serve."""
         await asyncio.gather(*(worker.process.ready() for worker in self._all()))
         self._first_are_ready = True
 
@@ -187,11 +187,11 @@ class WorkerFleet:
         return [task for worker in self._all() for task in worker.tasks]
 
     async def stop(self, grace: float, hurry: asyncio.Event) -> None:
-        """Stop all workers, draining ones too. See `ManagedProcess.stop`."""
+        """Stop all workers, draining ones too. The arguments are those of `ManagedProcess.stop`."""
         await asyncio.gather(*(worker.process.stop(grace, hurry) for worker in self._all()))
 
     def _find(self, name: str) -> ServedWorker:
-        """Return the worker with this name. Raises ConfigError if there is none, or if it drains."""
+        """Return the worker with this name. Raises ConfigError if no worker has this name, or if the worker drains."""
         workers = itertools.chain(*self._workers.values())
         if (found := next((worker for worker in workers if worker.name == name), None)) is None:
             raise ConfigError(f"there is no worker {name}, or it drains already; GET /fleet names all workers")
@@ -262,7 +262,7 @@ class WorkerFleet:
 
 
 async def tell_role(credentials: Credentials, worker: ServedWorker, role: Role) -> None:
-    """Tell a running worker to take another role. Raises PacelineError if it refuses or does not answer."""
+    """Tell a running worker to take another role. Raises PacelineError if the worker refuses or does not answer."""
     channel = open_channel(worker.process.address, credentials)
     try:
         await set_role(channel, worker.name, role)

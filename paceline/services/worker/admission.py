@@ -10,11 +10,11 @@ from paceline.core.errors import BusyError, DrainingError
 from paceline.core.types import Key
 
 ENDING_SECONDS = 5.0
-"""Time that requests have to release their blocks after a drain has ended them."""
+"""Time that requests have to release their blocks after a drain has ended them, in seconds."""
 
 
 class WorkerAdmission:
-    """Counts the requests of one worker.
+    """Counts the requests of one worker, limits their number, and ends them after a drain.
 
     Args:
         max_requests: the largest number of requests that run at the same time.
@@ -29,7 +29,7 @@ class WorkerAdmission:
         """Called each time that the worker begins to drain."""
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
-        """Preempted requests in order of preemption, and whether they are of the background."""
+        """For each preempted request, in order of preemption, whether it is of the background."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -39,7 +39,7 @@ class WorkerAdmission:
         """Count one request while the body of the `with` statement runs.
 
         Args:
-            background: whether nobody waits for the request. It then comes after all preempted requests.
+            background: whether nobody waits for the request. If so, it comes after all preempted requests.
 
         Raises:
             BusyError: the worker has no room now.
@@ -67,7 +67,7 @@ class WorkerAdmission:
             continues: whether the work belongs to a request that was admitted here. Then a draining worker takes it.
 
         Raises:
-            DrainingError: as with `admit`.
+            DrainingError: the worker drains and the work does not continue a request, or the time for draining is over.
         """
         if self.draining and not continues:
             raise _draining()
@@ -93,10 +93,10 @@ class WorkerAdmission:
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key, background: bool = False) -> Iterator[Callable[[], bool]]:
-        """Queue a preempted request, before newcomers. Yield a function that returns whether it is first.
+        """Queue a preempted request for blocks, before newcomers. Yield a function that returns whether it comes next.
 
         Args:
-            background: whether nobody waits for the request. Then urgent requests, newcomers too, come before it.
+            background: whether nobody waits for the request. If so, all urgent requests come before it, newcomers too.
         """
         self._preempted[key] = background
         try:

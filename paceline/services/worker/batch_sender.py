@@ -14,7 +14,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.unix_socket import MAX_MESSAGE_BYTES, Framed, socket_address
 
 RETRY_SECONDS = 0.5
-"""Pause after a batch that could not be sent. If the session broke, the worker knows it by then."""
+"""Pause after a batch that could not be sent, in seconds. If the session broke, the worker has noticed by then."""
 LINGER_SECONDS = 0.5
 """Longest time that an operation waits for others to share its call, if no caller waits for it, in seconds. A call
 costs both sides as much as a token.
@@ -36,7 +36,8 @@ class BatchSender:
     """Sends operations in the order in which they were submitted. Each batch has all operations that are waiting at
     that time.
 
-    An operation that may linger waits up to LINGER_SECONDS for others. One that may not linger takes it along at once.
+    An operation that may linger waits up to LINGER_SECONDS for others. An operation that may not linger is sent at
+    once, together with all waiting ones.
 
     Every operation ends with its result, or with UnavailableError if no answer came or the sender was closed. A release
     without an answer is sent again until it gets one, because blocks that nobody needs must not stay leased. Nothing is
@@ -106,7 +107,7 @@ class BatchSender:
             await asyncio.wait(self._unanswered, timeout=seconds)
 
     def close(self) -> None:
-        """Fail all operations without an answer, and all that are submitted from now on. Cancel `run` before."""
+        """Fail all operations without an answer, and all later submitted operations. Cancel `run` first."""
         self._closed = True
         if self._lingering is not None:
             self._lingering.cancel()

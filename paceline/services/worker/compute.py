@@ -69,7 +69,7 @@ class ComputingWorker(Protocol):
     """The part of a worker that the service needs."""
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
-        """Count the work while a `with` statement runs. Raises BusyError or UnavailableError."""
+        """Count the work as running for the body of a `with` statement. Raises BusyError or UnavailableError."""
 
     def check(self, work: common_pb2.Work) -> None:
         """Refuse work that this worker can never do. Raises InvalidRequestError or UnavailableError."""
@@ -84,7 +84,7 @@ def handlers_of(worker: Worker) -> Mapping[Kind, Handler]:
 
 
 class ComputeService(worker_pb2_grpc.ComputeServicer):
-    """Serves `Compute` with one worker."""
+    """The gRPC service `Compute` of one worker, for scores and encodings."""
 
     def __init__(self, worker: ComputingWorker, handlers: Mapping[Kind, Handler]) -> None:
         self._worker = worker

@@ -38,7 +38,7 @@ class Dispatcher:
     """
 
     engine: Engine
-    """Set before the first event."""
+    """The engine that sends the events. It is set before the first event."""
 
     def __init__(self, kv: KVClient, streams: EventStreams, media: RequestMediaTable) -> None:
         kv.on_lease_lost = self._on_lease_lost

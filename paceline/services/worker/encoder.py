@@ -65,12 +65,12 @@ class WorkerEncoder:
 
     @property
     def waiting(self) -> int:
-        """Number of inputs that wait for their turn."""
+        """Number of inputs that wait for the encoders."""
         return self._turns.waiting
 
     @property
     def stands_still(self) -> bool:
-        """Whether there is work without progress. It may never end, so the worker must send no signs of life.
+        """Whether there is work without progress. Such work may never end, so the worker must send no signs of life.
 
         Loading the encoders is progress, because it may take minutes from a slow disk.
         """
@@ -88,8 +88,7 @@ class WorkerEncoder:
     ) -> EncodeTimes:
         """Wait for a turn, encode an input, and give the encoding to `write`. Return the times.
 
-        This must not be cancelled, because a thread may be writing. After `abandoned` is set, it ends soon with an
-        error.
+        Do not cancel this call, because a thread may be writing. Set `abandoned` to end it soon, with an error.
 
         Args:
             owner: name of the request, for a fair order.
@@ -114,11 +113,11 @@ class WorkerEncoder:
         return times
 
     def note_found(self) -> None:
-        """Count an encoding that was cached already."""
+        """Count an encoding that was found in the cache, for metrics."""
         self._found += 1
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the figures for metrics."""
+        """Yield the numbers and times of encodings as metrics."""
         yield Sample("encodings_computed", self._computed, ENCODINGS, {"cached": "false"})
         yield Sample("encodings_cached", self._found, ENCODINGS, {"cached": "true"})
         yield Sample("encoded_bytes", self._bytes, ENCODED_BYTES)

@@ -31,7 +31,7 @@ POLL_SECONDS = (0.01, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class _Obtained:
-    """A complete encoding."""
+    """A complete encoding, and the time that getting it took."""
 
     held: HeldEncoding
     times: EncodeTimes | None
@@ -60,7 +60,7 @@ class EncodeHandler:
         self._tasks: set[asyncio.Task[_Obtained | None]] = set()
 
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
-        """Send `Opened`, then `InputNeeded`, or `Encoded` and signs of life until this is cancelled.
+        """Send `Opened`, then either `InputNeeded`, or `Encoded` and signs of life until the call is cancelled.
 
         While the encoder makes no progress, no sign of life is sent, so the gateway gives the call up after a while.
 
@@ -100,7 +100,9 @@ class EncodeHandler:
     async def _obtain(
         self, work: common_pb2.Work, span: MediaSpan, media: MediaInput | None, abandoned: asyncio.Event
     ) -> _Obtained | None:
-        """Return a lease of the complete encoding; None if it is not cached and there is no input. Not cancelled."""
+        """Return a lease of the complete encoding; None if it is not cached and there is no input. Do not cancel
+        this.
+        """
         began = time.monotonic()
         name = (work.cache_salt, span.digest)
         lock = self._locks.get(name) or self._locks.setdefault(name, asyncio.Lock())

@@ -26,20 +26,20 @@ class HeldEncoding:
     """An encoding whose blocks belong to this worker until it releases them."""
 
     key: Key
-    """Key of the lease."""
+    """Key of the lease of the encoding's blocks."""
     digest: bytes
     length: int
-    """Rows of the encoding."""
+    """Number of rows of the encoding."""
     slots: tuple[int, ...]
-    """Slots of the arena, in order."""
+    """Slots of the arena that have the rows, in order."""
     cached_blocks: int
     """Number of blocks at the front that already contain their rows."""
     names: Sequence[bytes]
-    """Name of each block."""
+    """Name of each block, in the order of `slots`."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all rows are there. If not, they have to be written and published."""
+        """Whether the blocks contain all rows. If not, this worker has to write and publish them."""
         return self.cached_blocks == len(self.names)
 
 
@@ -47,7 +47,7 @@ class Encodings:
     """Gets encodings for a worker: cached ones to read, and blocks for new ones to write.
 
     An encoding that is written on one worker is found by all others as soon as it is published. If two workers write
-    the same encoding at the same time, each writes blocks of its own, and only those that were published first are
+    the same encoding at the same time, each writes blocks of its own, and only the blocks that were published first are
     cached afterwards.
 
     If a lease ends early, its blocks stay unchanged until the worker releases them, and blocks that the worker has
@@ -68,11 +68,11 @@ class Encodings:
         self._uses = itertools.count(1)
 
     async def reserve(self, digest: bytes, length: int, cache_salt: str = "", priority: int = 0) -> HeldEncoding:
-        """Hold an encoding, to compute it if it is not complete.
+        """Hold an encoding, so that this worker can compute it if it is not complete.
 
         Args:
             digest: name of the encoder's input; see `MediaInput.digest`.
-            length: rows of the encoding.
+            length: number of rows of the encoding.
             priority: the request's priority; lower is more urgent.
 
         Raises:
@@ -85,7 +85,7 @@ class Encodings:
         return self._held(reservation, digest, length, links)
 
     def size(self, held: HeldEncoding) -> int:
-        """Return the bytes of an encoding's rows."""
+        """Return the size of an encoding's rows, in bytes."""
         return held.length * self.rows.hidden * self._layout.itemsize
 
     def write(self, held: HeldEncoding, rows: Tensor) -> None:
@@ -100,13 +100,13 @@ class Encodings:
         await self._kv.publish(held.key, held.names)
 
     async def hold(self, digest: bytes, length: int, cache_salt: str = "", source: str = "") -> HeldEncoding:
-        """Hold a complete encoding, to read it. For the other arguments see `reserve`.
+        """Hold a complete encoding, so that requests can read it. The other arguments are those of `reserve`.
 
         Args:
             source: address of another host's kvtransfer service that has cached the encoding; empty if none has.
 
         Raises:
-            BusyError: there are not enough free blocks to bring it to this host.
+            BusyError: there are not enough free blocks to bring the encoding to this host.
             UnavailableError: the encoding is neither cached on this host nor came from `source`.
         """
         key, links = self._key(digest), self._links(digest, length, cache_salt)
@@ -121,7 +121,7 @@ class Encodings:
         """Return whether a complete encoding is cached on this host. If only the host's disk tier has it, it is first
         read into the arena.
 
-        Raises BusyError if there are not enough free blocks to bring it.
+        Raises BusyError if there are not enough free blocks to read it.
         """
         try:
             self.release(await self.hold(digest, length, cache_salt))
@@ -130,7 +130,7 @@ class Encodings:
         return True
 
     def release(self, held: HeldEncoding) -> None:
-        """Give the blocks back. They stay cached until they are evicted, if they were published."""
+        """Give the blocks back. Published blocks stay cached until they are evicted."""
         self._kv.release(held.key)
 
     def _key(self, digest: bytes) -> Key:

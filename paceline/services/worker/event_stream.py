@@ -1,4 +1,5 @@
-"""Queues that carry the engine's events to the handlers of requests, and reports of what the events tell.
+"""Queues that carry the engine's events to the handlers of requests, and reports for the gateway made from these
+events.
 
 Reports are statistics for people, which cost nothing per token.
 """
@@ -46,7 +47,7 @@ class EventStream:
         self._queue.put_nowait(event)
 
     async def batch(self) -> list[RequestEvent]:
-        """Return the next event and all that wait after it; an empty list if no event comes within ALIVE_SECONDS.
+        """Return the next event and all waiting events after it; an empty list if no event comes within ALIVE_SECONDS.
 
         Raises StaleError if the request lost its blocks, InvalidRequestError if the engine cannot go on with it.
         """
@@ -81,12 +82,12 @@ class EventStreams:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens of contexts that the engine has not computed yet."""
+        """Number of context tokens of all requests that the engine has not computed yet."""
         return sum(self._queued_tokens.values())
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of contexts that the engine has computed."""
+        """Number of context tokens that the engine has computed, over all requests that it has now."""
         return sum(request.computed_len for request in self._requests.values())
 
     def add(self, request: Request, stream: EventStream) -> None:
@@ -99,7 +100,7 @@ class EventStreams:
         return self._streams.get(key)
 
     def put(self, key: Key, event: RequestEvent | PacelineError) -> None:
-        """Give an event to the request's handler, if it still waits for one."""
+        """Give an event to the request's handler, if the handler still waits for events."""
         if isinstance(event, Computed) and key in self._queued_tokens:
             self._queued_tokens[key] = max(0, self._queued_tokens[key] - event.length)
         if stream := self._streams.get(key):

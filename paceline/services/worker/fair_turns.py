@@ -11,7 +11,7 @@ from paceline.core.errors import UnavailableError
 
 
 class AbandonedError(UnavailableError):
-    """Nobody waits for the work any more."""
+    """The error of work that was given up, because nobody waits for its result any more."""
 
     def __init__(self) -> None:
         super().__init__("nobody waits for this work any more")
@@ -28,12 +28,12 @@ class FairTurns:
 
     @property
     def waiting(self) -> int:
-        """Number of turns that are waited for."""
+        """Number of callers that wait for a turn."""
         return sum(map(len, self._waiting.values()))
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, abandoned: asyncio.Event) -> AsyncIterator[None]:
-        """Wait for a turn of this owner. It lasts for the body of the `with` statement.
+        """Wait for a turn of this owner. The turn lasts for the body of the `with` statement.
 
         Raises:
             AbandonedError: `abandoned` was set before the turn came.

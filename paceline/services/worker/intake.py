@@ -49,7 +49,7 @@ class Intake:
     async def compiling(self, work: pb.Work) -> AsyncIterator[asyncio.Future[Grammar | None]]:
         """Compile the constraint of an output, if it has one, while the caller goes on.
 
-        The result is None if there is no constraint. Awaiting it may raise ConstraintError or ModelError.
+        The future's result is None if there is no constraint. Awaiting it may raise ConstraintError or ModelError.
         """
         loop = asyncio.get_running_loop()
         constraint = sampling_of(work).constraint
@@ -68,8 +68,8 @@ class Intake:
     async def fetch_prefix(self, work: pb.Work, key: Key, context: Context, source: str) -> bool:
         """Bring cached blocks of a context into this host's cache, before the request reserves its blocks.
 
-        The blocks come from the disk tier, or from another host that has them, to the gateway's knowledge. If they do
-        not come, the worker computes these tokens itself.
+        The blocks come from the disk tier, or from another host that has them according to the gateway. If they do not
+        come, the worker computes these tokens itself.
 
         Args:
             source: address of the other host's kvtransfer service; empty to ask only the disk.

@@ -51,7 +51,7 @@ class KVClient:
         self.take_role(role)
 
     def take_role(self, role: str) -> None:
-        """Use the session in a role from now on. The worker has no leases."""
+        """Use the session in a role from now on. The worker must have no leases."""
         self.session.role = role
         # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
@@ -98,12 +98,12 @@ class KVClient:
         return await self._obtain(pb.Operation(reserve=operation), key)
 
     async def pin(self, key: Key, hashes: Sequence[bytes], encoding: bool = False) -> Reservation:
-        """Reserve only the cached blocks of a context, to read them. See `reserve`."""
+        """Reserve only the cached blocks of a context's longest cached prefix, so that this worker can read them."""
         operation = pb.Reserve(key=key_to_pb(key), hashes=hashes, encoding=encoding, only_cached=True)
         return await self._obtain(pb.Operation(reserve=operation), key)
 
     async def open(self, key: Key) -> Reservation:
-        """Become the writer of blocks that another worker reserved."""
+        """Become the writer of blocks that another worker has reserved under `key`."""
         opened = key._replace(generation=key.generation + 1)
         return await self._obtain(pb.Operation(open=pb.Open(key=key_to_pb(key))), opened)
 
@@ -188,7 +188,7 @@ class KVClient:
             log.info("%d blocks of a prefix came over %s", reply.blocks, reply.path, extra=extra)
 
     def extend(self, key: Key, token_count: int, on_answer: Callable[[Reservation | PacelineError], None]) -> None:
-        """Ask for blocks for `token_count` tokens in all. `on_answer` gets BusyError if too few are free."""
+        """Request blocks for `token_count` tokens in all. `on_answer` gets BusyError if too few are free."""
         operation = pb.Operation(extend=pb.Extend(key=key_to_pb(key), token_count=token_count))
 
         def answer(done: asyncio.Future[pb.Result]) -> None:
@@ -281,7 +281,7 @@ class KVClient:
 
     async def leave(self, seconds: float) -> None:
         """Announce that this worker is about to leave. If it is the last one of its host, wait up to `seconds` until
-        other hosts have copied the hot prefixes. A failure costs them only time, so it is logged.
+        other hosts have copied the hot prefixes. A failure costs the other hosts only time, so it is logged.
         """
         call = self.session.stub.Leave(pb.LeaveRequest(session=self.session.id), timeout=max(seconds, 0.1))
         try:

@@ -1,4 +1,4 @@
-"""Memory of a worker's KV blocks: the host's arena, or a pool of its own above it."""
+"""Memory of a worker's KV blocks: the host's arena, or the worker's own pool with the arena as the tier below."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def device_memory(
         path: the arena's file. The pool's file is made beside it.
         size: memory of the pool, like 512MiB. "auto" has room for KV_TOKENS tokens, or for the longest context
             if it needs more.
-        context_tokens: tokens of the longest context.
+        context_tokens: number of tokens of the longest context.
 
     Raises:
         ConfigError: the device has not enough free memory, or the arena cannot be pinned.

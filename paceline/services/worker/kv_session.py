@@ -30,10 +30,10 @@ from paceline.services.worker.batch_sender import BatchSender, HostConnection
 from paceline.services.worker.leases import Leases
 
 ATTACH_SECONDS = 60.0
-"""Time to wait for a service to start, in seconds, because it may start after its workers."""
+"""Longest wait for a service to start, in seconds. A service may start after its workers."""
 CALL_SECONDS = 5.0
 RETURN_SECONDS = 10.0
-"""Time to wait until a killed service has been started again, in seconds."""
+"""Longest wait until a killed service has been started again, in seconds."""
 
 Stream: TypeAlias = "grpc.aio.UnaryStreamCall[pb.AttachRequest, pb.AttachEvent]"
 
@@ -47,17 +47,17 @@ class MappedArena:
     path: Path
     slots: int
     blocks: memoryview
-    """All slots."""
+    """The memory of all slots."""
     turns: memoryview
-    """The page after the slots; see `paceline.core.turns`."""
+    """The page after the slots, through which workers take turns on the cores (`paceline.core.turns`)."""
 
 
 class KVSession:
     """One worker's session, from `attach` to `close` or until `lost` is done. It renews the leases meanwhile.
 
     If the session breaks because the service has ended, the worker does not end. A decode worker continues in the
-    blocks that its engine has, which nobody else can get, and claims them from the restarted service. All other leases
-    are lost. Operations wait and are sent again. Carrying one out twice does no harm.
+    blocks that its engine has, which no other worker can get, and claims them from the restarted service. All other
+    leases are lost. Operations wait and are sent again. Carrying an operation out twice does no harm.
 
     Args:
         address: address of the kvtransfer service of this worker's host.
@@ -68,7 +68,7 @@ class KVSession:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the session is over. All leases have ended then."""
         self.leaving = asyncio.Event()
-        """Set when the service is about to end. It waits until its workers have drained and ended."""
+        """Set when the service is about to end. The service waits until its workers have drained and ended."""
         self.sender = BatchSender(self._send)
         self.address = address
         self.id = 0
@@ -76,7 +76,7 @@ class KVSession:
         self.source = ""
         """Address at which services of other hosts reach the kvtransfer service of this host."""
         self.has_disk = False
-        """Whether the arena has a disk tier."""
+        """Whether the host's arena has a disk tier."""
         self._worker_id = worker_id
         self.role = role
         """The worker's role, which may change while it has no leases."""
@@ -85,7 +85,7 @@ class KVSession:
         self.stub = kvtransfer_pb2_grpc.KVTransferStub(self._channel)
         self._lease_seconds = 10.0
         self.arena_path = Path()
-        """File of the arena, after `attach`."""
+        """Path of the arena's file; only valid after `attach`."""
         self._layout: KVLayout | None = None
         self._context_tokens = 0
         self._socket_path = ""

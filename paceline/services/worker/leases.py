@@ -30,7 +30,7 @@ class Reservation:
     filled_tokens: int
     """Number of tokens, from the first one on, whose KV is in the blocks."""
     tables: list[list[int]]
-    """One block table for each group of KV, or one of the group of encodings."""
+    """One block table for each group of KV, or one table for the group of encodings."""
     context_hash: bytes = b""
     """Name of the filled tokens, given by the cache or by the prefill worker that filled the blocks."""
 
@@ -59,7 +59,7 @@ class Fetched:
 
     bytes: int
     path: str
-    """Name of the transport; empty if no block had to be moved."""
+    """Name of the transport that moved the blocks; "" if no block had to be moved."""
 
 
 def checked(result: pb.Result) -> pb.Result:
@@ -142,7 +142,7 @@ class Leases:
         return list(self._newest.values())
 
     def add(self, message: pb.Lease) -> None:
-        """Note a lease that kvtransfer has given."""
+        """Note a lease that kvtransfer has given to this worker."""
         key = key_from_pb(message.key)
         self._forget_unused(key)
         blocks = _Blocks(message.filled_tokens, [list(table.slots) for table in message.tables], message.encoding)

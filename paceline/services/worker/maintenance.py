@@ -14,7 +14,7 @@ RoleContext = grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.Set
 
 
 class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
-    """Serves `Maintenance` with one worker."""
+    """The gRPC service `Maintenance` of one worker."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker

@@ -20,7 +20,9 @@ from paceline.services.worker.worker import Worker, WorkerLimits
 from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
 
 _PROMPT = [0] * 8
-"""With its output, the prompt is shorter than a block. So nothing is sealed, and nobody finds it in the cache."""
+"""Token ids of the request that warms a worker up. With its output, this request is shorter than a block. So no block
+is sealed, and no other request finds it in the cache.
+"""
 _TOKENS = 3
 
 log = logging.getLogger(__name__)

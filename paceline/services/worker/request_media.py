@@ -48,12 +48,12 @@ class RequestMedia:
         self._held: dict[bytes, HeldEncoding] = {}
         self._provide: Provide | None = None
         self._reads = True
-        """Whether the prompt has to be computed, and is not preempted."""
+        """Whether the attempt reads encodings now: its prompt has to be computed, and is not preempted."""
         self._closed = False
         """Whether the attempt has left the engine."""
 
     def attach(self, provide: Provide) -> None:
-        """Give the encodings that are here to the engine, and further ones as they come."""
+        """Give all held encodings to the engine now, and further encodings as they come."""
         self._provide = provide
         for held in self._held.values():
             provide(held)
@@ -107,7 +107,8 @@ class RequestMedia:
     async def resume(self, computed_tokens: int) -> None:
         """Hold the complete encodings of spans that end after `computed_tokens`, for a request that was preempted.
 
-        The gateway announces the others by `ready`. Raises StaleError if one is no longer cached on this host.
+        The gateway announces the other encodings by `ready`. Raises StaleError if one of the encodings is no longer
+        cached on this host.
         """
         self._reads = True
         for span in self._spans.values():
@@ -145,7 +146,7 @@ class RequestMediaTable:
 
     Args:
         encodings: the encodings in the host's arena; None if the model has no encoders.
-        source: see `RequestMedia`.
+        source: address at which other hosts reach the kvtransfer service of this host.
     """
 
     def __init__(self, encodings: Encodings | None, source: str) -> None:
@@ -156,8 +157,8 @@ class RequestMediaTable:
     def open(self, work: common_pb2.Work, cached_tokens: int) -> RequestMedia | None:
         """Accept encodings for an attempt from now on. Returns None if its context has no media.
 
-        For `cached_tokens` see `RequestMedia`. Raises InvalidRequestError if the context has media and the model has
-        no encoders.
+        `cached_tokens` is the number of context tokens whose KV was cached at admission. Raises InvalidRequestError if
+        the context has media and the model has no encoders.
         """
         if not work.media:
             return None
@@ -172,22 +173,22 @@ class RequestMediaTable:
         return self._attempts.get(key[:2])
 
     def finish(self, key: Key) -> None:
-        """Release an attempt's encodings: its prompt is computed."""
+        """Release an attempt's encodings, because its prompt is computed."""
         if media := self._attempts.get(key[:2]):
             media.finish()
 
     def pause(self, key: Key) -> None:
-        """Release an attempt's encodings until `RequestMedia.resume`."""
+        """Release an attempt's encodings until `RequestMedia.resume`, because the attempt was preempted."""
         if media := self._attempts.get(key[:2]):
             media.pause()
 
     def close(self, key: Key) -> None:
-        """Release an attempt's encodings and accept no more: it has left the engine. Closing twice is no error."""
+        """Release an attempt's encodings and accept no more, because it has left the engine. May be called twice."""
         if media := self._attempts.pop(key[:2], None):
             media.close()
 
     async def ready(self, key: Key, digest: bytes, source: str) -> int:
-        """See `RequestMedia.ready`. Raises StaleError if this worker does not compute the attempt."""
+        """Call `RequestMedia.ready` of an attempt. Raises StaleError if this worker does not compute the attempt."""
         if (media := self._attempts.get(key[:2])) is None:
             raise StaleError(f"this worker does not compute {key}")
         return await media.ready(digest, source)
@@ -197,7 +198,7 @@ CallContext = grpc.aio.ServicerContext[worker_pb2.ReadyRequest, worker_pb2.Ready
 
 
 class WorkerMedia(worker_pb2_grpc.MediaServicer):
-    """Serves `Media` with the attempts of one worker."""
+    """The gRPC service `Media` of one worker, through which gateways announce complete encodings to its attempts."""
 
     def __init__(self, table: RequestMediaTable) -> None:
         self._table = table

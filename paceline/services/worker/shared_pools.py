@@ -2,8 +2,8 @@
 
 A worker has a file beside the arena. It consists of the worker's blocks if it computes on a CPU, a `PoolDirectory`, and
 a page that describes the pool, on a GPU also how to map its memory. The file is locked while the worker lives. Reading
-changes no ownership: a reader looks for blocks by name, and each of these blocks is also in the arena. It takes a block
-from the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
+changes no ownership: a reader looks for blocks by name, and each of these blocks is also in the arena. The reader takes
+a block from the arena if no pool has it, the pool has dropped it meanwhile, or the pool's worker has ended.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ LOOK_SECONDS = 1.0
 """Shortest time between two searches for new pools, in seconds."""
 
 LAUNCHED_MOVES = 128
-"""Blocks that are copied together, while the next blocks are looked up."""
+"""Number of blocks that are copied together, while the next blocks are looked up."""
 
 _PAGE = 4096
 _SIZE_BYTES = 2
-"""Bytes of the length at the start of the last page. The length is that of the description, which follows it."""
+"""Size in bytes of the number at the start of the last page. The number is the length of the description after it."""
 
 log = logging.getLogger(__name__)
 
@@ -160,8 +160,8 @@ class SharedPools:
         return moves if pool.ended() else left
 
     def drop_ended(self) -> None:
-        """Find new pools, and unmap ended ones, whose memory stays allocated until then. Does so at most once in
-        LOOK_SECONDS.
+        """Find new pools, and unmap ended pools, whose memory stays allocated until then. Do nothing if the last search
+        was less than LOOK_SECONDS ago.
         """
         if time.monotonic() < self._looked + LOOK_SECONDS:
             return
@@ -198,7 +198,7 @@ class _Pool:
 
     Raises:
         FileNotFoundError: its worker has ended; its file has been removed.
-        OSError, RuntimeError, ValueError, DecodeError: it cannot be read here; the message says why.
+        OSError, RuntimeError, ValueError, DecodeError: the pool cannot be read here; the message says why.
     """
 
     def __init__(self, path: Path, own: SharedPool) -> None:

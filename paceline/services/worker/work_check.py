@@ -13,10 +13,10 @@ MAX_ID_CHARACTERS = 256
 MAX_SALT_CHARACTERS = 1024
 MAX_ADDRESS_CHARACTERS = 512
 MAX_GENERATION = 1 << 30
-"""Largest generation at the start. Each change of hands adds one, so no attempt comes near 32 bits."""
+"""Largest generation that new work may have. Each change of hands adds one, so no generation exceeds 32 bits."""
 MAX_BAD_WORDS = 4096
 MAX_BAD_WORD_TOKENS = 4096
-"""Largest number of tokens of one bad word. Its tokens are compared with the context for every token."""
+"""Largest number of tokens of one bad word. All of them are compared with the context at every new token."""
 
 _RANGES = {
     "temperature": (0.0, 100.0),
@@ -34,7 +34,7 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int, has_grids: bo
     """Raise InvalidRequestError for work that a worker with these limits can never do, whoever asks for it.
 
     Args:
-        has_grids: see `ModelFacts`.
+        has_grids: whether each span of media needs a grid; otherwise a span must have no grid.
     """
     _check_key(work)
     length = len(work.token_ids)

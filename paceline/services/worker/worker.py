@@ -52,9 +52,9 @@ class WorkerLimits:
     max_model_len: int
     """Tokens of the longest context."""
     max_batched_tokens: int
-    """Tokens of one step."""
+    """Largest number of tokens that one step computes."""
     max_seqs: int
-    """Requests that run at the same time."""
+    """Largest number of requests that run at the same time."""
     steps_in_flight: int
     itl_target: float | None = None
     """Target for the length of steps with urgent requests, in seconds. None leaves no time to the background."""
@@ -156,7 +156,7 @@ class Worker:
         )
 
     def work(self) -> WorkReport:
-        """Return KV pressure, computed tokens and recent step times, which the planner needs."""
+        """Return the report for the planner: KV pressure, computed tokens and recent step times."""
         counts = self._pool.counts()
         return WorkReport(
             kv_pressure=(counts.held + counts.in_flight) / counts.total if counts and counts.total else 0.0,
@@ -187,14 +187,14 @@ class Worker:
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
-        """Count work while a `with` statement runs. See `WorkerAdmission`.
+        """Count work as running for the body of a `with` statement. Raises the errors of `WorkerAdmission`.
 
         Encodings take no place, because requests that occupy all places may wait for them.
 
         Args:
-            role: the role that the worker needs for this work; None if either role will do.
+            role: the role that the worker needs for this work; None if the worker may have any role but standby.
 
-        Raises DrainingError if the worker has another role, or another epoch than the sender knows.
+        Also raises DrainingError if the worker has another role, or another epoch than the sender knows.
         """
         self.role.check(work.worker_epoch, role)
         if work.kind == pb.WORK_KIND_ENCODE:
@@ -209,7 +209,7 @@ class Worker:
             await self.encoding.encoder.load()  # a decode worker encodes only if there is no prefill worker
 
     async def take_role(self, role: Role) -> None:
-        """Set everything that depends on the role. The engine runs and has no requests."""
+        """Set everything in the worker that depends on its role. The engine must run, and have no requests."""
         await self.load_for(role)
         self.kv.take_role(role)
         if (turns := self._turns) is not None:
@@ -239,7 +239,9 @@ class Worker:
             check_work(work, self.limits.max_model_len, self._facts.vocab_size, self._facts.has_grids)
 
     def submit(self, request: Request, events: EventStream) -> None:
-        """Give a request to the engine, and its events to `events`. Raises StaleError if its blocks were lost."""
+        """Give a request to the engine, and its events to the stream `events`. Raises StaleError if it lost its
+        blocks.
+        """
         # Nothing may be awaited between this and `add`: a request that loses its blocks later is stopped.
         if not self.kv.has(request.key):
             raise lost(request.key)

@@ -54,7 +54,7 @@ class AnyWorker(Protocol):
     admission: WorkerAdmission
     layout: KVLayout
     weights: str
-    """See `Member.weights`."""
+    """Digest of the model's config and weights; workers with equal digests can continue each other's answers."""
     failed: asyncio.Future[None]
     """A future that gets an exception if the engine fails."""
 
@@ -63,13 +63,13 @@ class AnyWorker(Protocol):
         """Tokens of the longest context."""
 
     def load(self) -> LoadReport:
-        """Return the worker's load."""
+        """Return the worker's load, by which gateways place requests."""
 
     def work(self) -> WorkReport:
         """Return the report for the planner, without the times of the process."""
 
     def samples(self) -> Iterable[Sample]:
-        """Return the worker's metrics."""
+        """Return the present values of the worker's metrics."""
 
 
 W = TypeVar("W", bound=AnyWorker)
@@ -102,7 +102,7 @@ class WorkerProcess(Generic[W]):
         self.worker_id = config.worker_id
         self.address = ""
         self.socket = ""
-        """Path of the Unix socket for gateways on this host; empty if the service has none."""
+        """Path of the Unix socket for gateways on this host; "" if the worker has none."""
         self.numerics: Numerics | None = None
         """The worker's numerics; None until the options are resolved."""
         # A link to the folder may lead to another model when a file is read later.
@@ -124,7 +124,7 @@ class WorkerProcess(Generic[W]):
 
     @property
     def worker(self) -> W:
-        """The worker of a process that has started."""
+        """The worker; only for a process that has started."""
         assert self._worker is not None
         return self._worker
 
@@ -219,7 +219,7 @@ class WorkerProcess(Generic[W]):
         await self._server.set_ready(ready)
 
     async def _leave(self) -> None:
-        """Leave the cluster and end all calls."""
+        """Remove the member from the cluster, and stop the server, which ends all calls."""
         await self._registrar.stop()
         await self._server.close(0)
 

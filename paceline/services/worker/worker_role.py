@@ -30,7 +30,7 @@ class Changing(Protocol):
     """A future that gets an exception if the worker cannot go on."""
 
     async def take_role(self, role: Role) -> None:
-        """Set everything in the worker that depends on its role. No request runs."""
+        """Set everything in the worker that depends on its role. The worker must have no running requests."""
 
 
 class WorkerRole:
@@ -39,13 +39,13 @@ class WorkerRole:
     Args:
         name: the role at the start.
         drain_seconds: the longest time that requests may take to move or end before a change.
-        tell: called with False when the worker has begun to drain for a change, and with True after the change.
+        tell: called with False when the worker has begun to drain for a change of role, and with True after the change.
     """
 
     def __init__(self, name: Role, drain_seconds: float, tell: Callable[[bool], Awaitable[None]]) -> None:
         self.name = name
         self.epoch = time.time_ns()
-        """Epoch of the member in this role."""
+        """Epoch of the worker's member in its present role."""
         self._drain_seconds = drain_seconds
         self._tell = tell
         self._earlier: set[int] = set()
@@ -100,7 +100,7 @@ class WorkerRole:
         return self._next[1]
 
     async def stop(self) -> None:
-        """End a change under way, because the worker ends. It stays fenced, in its old role."""
+        """End a change under way, because the worker ends. The worker keeps its old role and refuses new work."""
         if self._changing is not None:
             await end_tasks(self._changing)
         self._next = None

@@ -1,4 +1,4 @@
-"""The parts of which a worker is made: its process, its options, and its place in the host's arena."""
+"""The parts from which a worker is made: its options, its client of kvtransfer, and its place in the host's arena."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ComputeOptions:
     dtype: torch.dtype
     kernels: Kernels
     has_pool: bool
-    """Whether the worker computes in a pool of its own, above the arena."""
+    """Whether the worker computes in a pool of its own and uses the arena as the tier below."""
     numerics: Numerics
 
     @classmethod
@@ -78,12 +78,12 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlace:
-    """A worker's place on its host."""
+    """A worker's share of its host: the mapped arena, and time slices on the cores."""
 
     arena: torch.Tensor
     """The host's arena, a flat tensor of the model's dtype."""
     path: Path
-    """The arena's file."""
+    """Path of the arena's file."""
     slots: int
     turns: RoleTurns | None
     """The worker's time slices; None if it shares its cores with no other worker."""
@@ -91,7 +91,7 @@ class ArenaPlace:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """The parts of which a worker is made in its own process."""
+    """The parts from which a process makes its worker."""
 
     config: WorkerConfig
     compute: ComputeOptions
@@ -141,7 +141,7 @@ def turns_of(
     """Return the worker's time slices; None if it does not use all cores of the machine, or computes on a GPU.
 
     Args:
-        on_change: see `RoleTurns`.
+        on_change: called with the worker's turns after each change of its role, on the thread that changes the role.
     """
     if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
         return None

@@ -20,7 +20,7 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 def render(report: SimulationReport) -> str:
-    """Return the page. If the chart library is not installed, it has tables and no charts."""
+    """Return the report as HTML. If the chart library is not installed, the page has tables and no charts."""
     charts = {name: content.decode() for name, content in chart_files()}
     modules = "".join(_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in _MODULES)
     # "</script" would end the script that contains the data, and "<!--" would hide its end. In JSON, "<" may be

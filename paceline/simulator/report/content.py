@@ -1,4 +1,4 @@
-"""The content of a simulation's report, as plain values with JSON.
+"""The content of a simulation's report, as plain values that are written as JSON.
 
 Times are in seconds. A percentile of no values, and a value that does not exist at an instant, is None.
 """
@@ -13,7 +13,7 @@ class _Value(BaseModel):
 
 
 class ReportPercentiles(_Value):
-    """The distribution of a time over requests, or over tokens."""
+    """Percentiles of a time in seconds, over requests or over tokens."""
 
     p50: float | None = None
     p90: float | None = None
@@ -22,14 +22,14 @@ class ReportPercentiles(_Value):
 
 
 class ShownClass(_Value):
-    """The requests of one class."""
+    """Counts and times of the requests of one class."""
 
     requests: int
     finished: int
     refused: int = 0
     """Requests that found no room in time, or whose attempts all failed."""
     refusals: dict[str, int] = Field(default_factory=dict)
-    """Number of refused requests by reason, such as timeout or overload."""
+    """Number of refused requests by reason, such as "timeout" or "overload"."""
     ttft: ReportPercentiles = ReportPercentiles()
     """Time from the arrival to the first token."""
     itl: ReportPercentiles = ReportPercentiles()
@@ -45,21 +45,21 @@ class ShownClass(_Value):
     prompt_tokens: int = 0
     answer_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that were found in caches."""
+    """Number of prompt tokens that were found in caches."""
 
 
 class ReportSeries(_Value):
     """Values over time."""
 
     at: tuple[float, ...] = ()
-    """Instants from the begin of the trace, in order: the ends of equal intervals."""
+    """Instants in seconds from the beginning of the trace, in order: the ends of equal intervals."""
     values: dict[str, tuple[float | None, ...]] = Field(default_factory=dict)
     """Values by the names that report.js draws, one for each instant. Any name may be missing.
 
-    arrivals: per second. waiting, running: requests. prefill, decode: ready workers. changing: workers that start or
-    drain. devices: in use. cost: of an hour. within: share of the requests that met their objectives. hit_rate: share
-    of prompt tokens found in caches. kv_usage: share of KV memory that requests use. ttft_p50, ttft_p99, itl_p50,
-    itl_p99: seconds.
+    arrivals: requests per second. waiting, running: requests. prefill, decode: ready workers. changing: workers that
+    start or drain. devices: number in use. cost: price of the devices for an hour. within: share of the requests that
+    met their objectives. hit_rate: share of prompt tokens found in caches. kv_usage: share of KV memory that requests
+    use. ttft_p50, ttft_p99, itl_p50, itl_p99: seconds.
     """
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class ShownDecision(_Value):
 
     at: float
     line: str
-    """The reason, in one line."""
+    """The planner's reason, in one line of text."""
     actions: tuple[str, ...] = ()
     """The actions in words, such as "add prefill: 3"."""
     effect: str = ""
@@ -82,18 +82,18 @@ class ShownDecision(_Value):
 
 
 class ShownSimulation(_Value):
-    """One simulation."""
+    """One simulation: the fleet, the load, and the results."""
 
     name: str
     """Name of the simulated fleet, in a few words."""
     load: str
-    """The trace or the described load."""
+    """The trace or the described load, in words."""
     profile: str
-    """Machine and model of the profile."""
+    """Names of the machine and the model of the profile."""
     fleet: str
     """The fleet at the beginning, and the way in which it was scaled."""
     seconds: float
-    """Simulated time."""
+    """Simulated time in seconds."""
     classes: dict[str, ShownClass]
     """Results by the name of the class; "" stands for all requests together."""
     device_seconds: float = 0.0
@@ -102,7 +102,7 @@ class ShownSimulation(_Value):
     hit_rate: float | None = None
     """Share of prompt tokens that were found in caches."""
     series: tuple[ReportSeries, ...] = ()
-    """Values over time. Each name is in one of them."""
+    """Values over time. Each name of a value is in exactly one series."""
     decisions: tuple[ShownDecision, ...] = ()
     notes: tuple[str, ...] = ()
     """Conclusions in sentences, such as whether disaggregation pays for this load."""

@@ -49,7 +49,7 @@ def describe(name: str, load: str, scenario: Scenario, result: Result, notes: Se
 
 
 def _fleet(scenario: Scenario) -> str:
-    """Return the fleet in words."""
+    """Return the fleet at the beginning and the way in which it is scaled, in words."""
     if scenario.is_aggregated:
         text = _workers(scenario.prefill + scenario.decode, "worker", " that computes prompts and decodes")
     else:
@@ -113,7 +113,7 @@ def _together(shown: Sequence[ShownClass]) -> ShownClass:
 
 
 def _levels(levels: Sequence[Level]) -> ReportSeries:
-    """Return the state of the fleet over time."""
+    """Return the sampled states of the fleet as a series."""
     values: dict[str, Sequence[float]] = {
         "prefill": [level.prefill for level in levels],
         "decode": [level.decode for level in levels],
@@ -130,7 +130,7 @@ def _levels(levels: Sequence[Level]) -> ReportSeries:
 
 
 def _minutes(result: Result) -> ReportSeries:
-    """Return the results of the requests that arrived in each minute. Percentiles are those of the slowest class."""
+    """Return the results of the requests that arrived in each minute. Percentiles are taken from the slowest class."""
     by_minute: dict[int, list[MinuteResult]] = {}
     for class_result in result.classes.values():
         for each in class_result.minutes:
