@@ -76,7 +76,7 @@ class Choice:
         self.has_ended = False
         self.outcome = "abort"
         self.why = ""
-        """A detail of the outcome, for people."""
+        """A detail of the outcome, for operators; "" if there is none."""
         self.tokens = 0
         self.calls_tools = False
         """Whether the answer has begun a tool call."""
@@ -84,9 +84,9 @@ class Choice:
         """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
         self.undecided: list[Token] = []
-        """The last tokens outside of reasoning. A marker of reasoning may begin with them."""
+        """The last tokens outside of reasoning, which may turn out to be the beginning of a marker of reasoning."""
         self._reasoning_tokens = 0
-        """Tokens of reasoning that deltas have told."""
+        """Number of tokens of reasoning that earlier deltas have reported."""
         self._prompt = prompt
         self._eos_token_ids = tokenizer.eos_token_ids
         self._scores: dict[int, Token] = {}

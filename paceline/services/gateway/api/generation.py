@@ -56,7 +56,7 @@ class Generation:
         self._came: Mailbox[Delta | Exception | None] = Mailbox()
         """Deltas and errors that the client has not read yet; None marks the end of a choice."""
         self._left = len(plan.prompts) * plan.n
-        """Choices that have not ended."""
+        """Number of choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
         self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])

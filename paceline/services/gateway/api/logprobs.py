@@ -25,9 +25,9 @@ class TextOffsets:
 
     def __init__(self, start: int = 0) -> None:
         self._end = start
-        """Offset of the first byte that belongs to no counted character."""
+        """Offset, in characters, of the first byte that belongs to no counted character."""
         self._pending = b""
-        """Bytes of the character that has begun at `_end`."""
+        """Bytes of the incomplete character that begins at `_end`."""
 
     def push(self, data: bytes) -> int:
         """Take the bytes of the next token. Return the token's offset in characters."""

@@ -200,13 +200,13 @@ class StreamIds:
         self._origin = str(origin)
         self._received = received.positions if received is not None else [_NOTHING] * choices
         self._generated = [Position()] * choices
-        """What was generated of each choice. A writer may keep the events of the last tokens until the choice ends."""
+        """How much of each choice was generated. A writer may keep the last tokens until the choice ends."""
         self._sent = [Position()] * choices
-        """What the events that were written have of each choice."""
+        """How much of each choice the events have that were written so far."""
         self._unchecked = {index for index, position in enumerate(self._received) if position[:2] > (0, False)}
-        """Choices whose tokens that the client has were not generated again yet."""
+        """Indexes of choices in which not all tokens that the client has were generated again yet."""
         self._held = b""
-        """Events that wait until all choices are checked."""
+        """Events that are not sent before the tokens of all choices are checked."""
 
     def gathering(self, index: int, take: Callable[[Event], object]) -> Callable[[Event], object]:
         """Return a function that passes a choice's events to `take`. One event has all tokens that the client has."""
@@ -214,7 +214,7 @@ class StreamIds:
         return Gathering(received, take) if received > 0 else take
 
     def begin(self, events: bytes) -> bytes:
-        """Return the events that begin the stream, with an id; b"" if the client has them."""
+        """Return the events that begin a new stream, with an id; b"" if there are none."""
         return self._with_id(events, 0, Position()) if events else events
 
     def mark(self, delta: Delta, written: bytes) -> bytes:

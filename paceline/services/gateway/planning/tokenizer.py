@@ -110,9 +110,9 @@ class Tokenizer:
     ) -> None:
         path = folder / "tokenizer.json"
         self._long_texts = ThreadPoolExecutor(LONG_TEXTS, "tokenize", initializer=yield_to_others)
-        """Threads for long texts. Their priority is low, because no stream waits for them."""
+        """Threads that tokenize long texts. Their priority is low, because no stream waits for them."""
         self.files = read_model_files(folder)
-        """The config and the tokenizer, which workers must have, too."""
+        """The model's config and tokenizer files, which must be equal at all workers."""
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; MODEL must be the model's Hugging Face folder")
         try:
@@ -129,12 +129,12 @@ class Tokenizer:
         if not isinstance(size, int):
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
         self.vocab_size = size
-        """Width of the logits: every token id is lower."""
+        """Number of logits of the model. Every token id is lower."""
         context = text_value(model, "max_position_embeddings")
         by_context = CONTEXT_CHARACTERS * (context if isinstance(context, int) else 0)
         self._max_characters = max_characters or max(LEAST_CHARACTERS, by_context)
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Upper bound of the characters that one token stands for."""
+        """Upper bound of the number of characters that one token stands for."""
         own_end = self._tokenizer.token_to_id(special.get("eos_token", ""))
         self.eos_token_ids = end_token_ids(generation, model, own_end, size)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
@@ -160,7 +160,7 @@ class Tokenizer:
         self.chat_template_source = sources.get(_DEFAULT, "")
         """The Jinja text of the chat template for conversations without tools; "" if there is none."""
         self.tool_template_source = sources.get(_TOOL_USE, self.chat_template_source)
-        """The same for conversations with tools. Most models have one template for both."""
+        """The Jinja text of the chat template for conversations with tools; usually the same text."""
         self._chat_templates = {
             name: ChatTemplate(self.marks.hide_markers(source), special) for name, source in sources.items()
         }

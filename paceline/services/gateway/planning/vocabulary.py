@@ -131,7 +131,7 @@ class Detokenizer:
         self._held = ""
         self._tokens = 0
         self.stop_reason: str | int | None = None
-        """The stop string or the stop token's id that ended the text; None until then."""
+        """The stop string, or the id of the stop token, that ended the text; None if neither has."""
         self.cut_off = ""
         """The stop string that was left out at the end of the text; "" if there is none."""
 

@@ -133,14 +133,14 @@ class InputCheck:
 
     def __init__(self, endpoint: str, max_lines: int, max_bytes: int, bounds: Bounds | None = None) -> None:
         self.count = 0
-        """Lines that have come."""
+        """Number of lines checked so far."""
         self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_bytes = max_bytes
         self._bounds = bounds
         self._seen: set[bytes] = set()
-        """Digests of ids, because there may be many long ones."""
+        """Digests of the lines' ids. Digests save memory, because there may be many long ids."""
 
     @property
     def is_over(self) -> bool:

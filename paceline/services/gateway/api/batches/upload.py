@@ -28,13 +28,13 @@ class Upload:
         if kind != b"multipart/form-data" or not boundary:
             raise ApiError(400, "an upload needs the header Content-Type: multipart/form-data; boundary=…")
         self.fields: dict[str, str] = {}
-        """The fields that have come and are no file."""
+        """Values of the fields read so far, by name, without the file."""
         self.filename: str | None = None
         """Name of the file; None if its part has not begun."""
         self._headers: dict[bytes, bytes] = {}
         self._header = [b"", b""]
         self._header_bytes = 0
-        """Bytes of the headers of the part that comes."""
+        """Size of the headers read so far of the present part, in bytes."""
         self._name = ""
         self._value = bytearray()
         self._parts = 0

@@ -28,7 +28,7 @@ class ChatFormat(ResponseFormat):
         self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
         self._stop_for_calls = "stop" if isinstance(request.choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
-        """Choices with tool calls."""
+        """Indexes of choices that have begun a tool call."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [self._choice(choice) for choice in choices]

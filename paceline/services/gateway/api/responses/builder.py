@@ -71,14 +71,14 @@ class ResponseBuilder:
         count = request.top_logprobs or 0
         self._logprobs = TextLogprobs(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
         self._held = b""
-        """What comes after the part that is being added; see `Delta.held`."""
+        """Bytes of tokens whose text comes after the part that is being added; see `Delta.held`."""
         self._item: OutputItem | None = None
-        """The last item, if it has not ended."""
+        """The item that still grows; None if there is none."""
         self._next_number = 0
         self._decode = tokenizer.decode
         (self._prompt,) = generation.plan.prompts
         self._generated: list[int] | None = [] if request.enable_response_messages else None
-        """The ids of all tokens, if the client wants to see them."""
+        """Ids of all generated tokens; None if the client does not want them."""
         sampling = self._prompt.sampling
         self.response = {
             **_HEAD,

@@ -27,8 +27,8 @@ class Messages:
     def __init__(self, instructions: str | None, names: ToolNames) -> None:
         self.names = names
         self._messages: list[Json] = []
-        """Messages whose content and reasoning are still lists of pieces. To join them one by one would take time that
-        grows with the square of their number."""
+        """Messages whose content and reasoning are still lists of pieces. Joining each new piece would take quadratic
+        time."""
         if instructions:
             self.add("system", instructions)
 

@@ -99,7 +99,7 @@ class BackgroundRun:
     def __init__(self, builder: ResponseBuilder) -> None:
         self.builder = builder
         self.is_cancelled = False
-        """Whether a client has cancelled it."""
+        """Whether a client has cancelled the response."""
         self.has_ended = False
         self._events: list[bytes] = []
         self._grown = asyncio.Event()

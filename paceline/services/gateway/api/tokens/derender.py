@@ -115,7 +115,7 @@ class _Stream:
         prompt_ids = body.prompt_token_ids or event.prompt_token_ids or []
         tokens, scores = _of_event(event)
         self._scores = [*self._state.pending_logprobs, *scores] if len(scores) == len(tokens) else []
-        """Logprobs of the last tokens, those of this event included."""
+        """Logprobs of the last tokens, those of this event included; [] if the event lacks them."""
         shown = _shown_logprobs(self._scores)
         plan = plan or _bare_plan([prompt_ids], shown, tokenizer)
         prompt = _without_missing_logprobs(plan.prompts[0], shown)

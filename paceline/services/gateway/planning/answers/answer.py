@@ -104,13 +104,13 @@ class Answer:
         self.is_thinking = False
         """Whether the text that comes next is reasoning."""
         self.reasoning_length = 0
-        """Characters of reasoning that have been read, with the white space around them."""
+        """Number of characters of reasoning that have been read, the white space around it included."""
         self.failed_place = -1
         """End of the text that was read as a call and is none, as a number of characters; see `Reader.place`."""
         self._new_call_id = new_call_id
         self._calls = 0
         self._arguments: list[str] = []
-        """The pieces of the last call's arguments."""
+        """The pieces of JSON text of the last call's arguments."""
         self._space = ""
         """White space that belongs to the text only if more text follows."""
         self._drops_space = False

@@ -46,18 +46,18 @@ class Reader:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Where the text begins that has not been read."""
+        """Index in `_text` of the first character that has not been read."""
         self._dropped = 0
-        """Number of characters before `_text`."""
+        """Number of characters of the answer in front of `_text`."""
         self._kept: list[str] | None = None
-        """Pieces of the text before `_text` that `restore` returns to; None if none is kept."""
+        """Pieces of the text in front of `_text`, from the place of `keep` on; None if no place is kept."""
         self.has_ended = False
         self.is_cut_off = False
-        """Whether the answer has ended at a place that the model did not choose."""
+        """Whether the answer was ended by anything but the model."""
         self._follows = ""
-        """Text that would have come next, as far as it is known."""
+        """Text of the model after the end of the answer, if it is known; else ""."""
         self.resting: tuple[re.Pattern[str], Sink] | None = None
-        """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
+        """Set while a parser passes text and has read all of it: new text without a match may go to the sink."""
 
     def feed(self, text: str) -> None:
         """Add the next piece of the answer."""

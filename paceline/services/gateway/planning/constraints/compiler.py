@@ -131,9 +131,9 @@ class ConstraintCompiler:
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._gateway: socket.socket | None = None
-        """This end of the socket to the process."""
+        """The gateway's end of the socket to the process; None if the process does not run."""
         self.trials = 0
-        """Number of trials so far."""
+        """Number of attempts at trials so far."""
 
     @property
     def pid(self) -> int | None:

@@ -41,7 +41,7 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._due = 0.0
-        """Instant at which the rate allows all bytes that were counted."""
+        """Instant at which the rate allows all counted bytes, in seconds on `clock`."""
 
     def count(self, handled: int) -> None:
         """Count bytes that were read or unpacked towards the rate."""
@@ -77,7 +77,7 @@ class MediaBody:
         self._pace = pace
         self._content = bytearray()
         self._packed = bytearray()
-        """Bytes that are not unpacked yet."""
+        """Compressed bytes that are not unpacked yet."""
         self._received = 0
         self._pieces = 0
         encoding = headers.get("content-encoding", "identity").strip().lower()

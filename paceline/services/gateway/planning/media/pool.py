@@ -59,7 +59,7 @@ class DecodeProcess:
         self._lock = threading.Lock()
         self._items = 0
         self.is_usable = True
-        """Whether it can decode another item."""
+        """Whether this process can decode another item."""
 
     @property
     def pid(self) -> int | None:
@@ -184,20 +184,20 @@ class DecodePool:
 
     def __init__(self, config: GatewayConfig, memory: MemoryBudget) -> None:
         self.seconds = config.media_decode_seconds
-        """The most time that an item may wait for a process, and then be decoded."""
+        """Longest wait of an item for a process, and longest time of its decoding, in seconds."""
         self._process_memory = _BASE_BYTES + _BYTES_PER_PIXEL * config.max_image_pixels + memory.of_item
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
         self._running = InUse()
-        """Items in a process, until their callers see the results."""
+        """Counts items from the time they get a process until their callers have the results."""
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
         self._enders = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode-end")
         self._ending: set[asyncio.Future[None]] = set()
-        """Ends of processes that are waited for."""
+        """Tasks that wait for the ends of processes."""
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
         self.waiting = 0
-        """Items that wait for a process."""
+        """Number of items that wait for a process."""
         self._is_closed = False
 
     @property
