@@ -85,7 +85,7 @@ class RenderedChat:
     texts: Sequence[str]
     """The texts before, between and after the media."""
     items: Sequence[MediaItem]
-    """The media in the order of their places."""
+    """The media in the order of their places in the text."""
     markers: Sequence[str]
     """The template's marker for each of `items`."""
 

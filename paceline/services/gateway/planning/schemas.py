@@ -96,7 +96,7 @@ class GenerationRequest(NamedRequest, ContentFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Requests of other keys never share them."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     request_id: str | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
     """The client's id of the conversation. Traces show it, so that all requests of a conversation can be found."""
@@ -131,7 +131,7 @@ class GenerationRequest(NamedRequest, ContentFields):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions."""
+    """The body of POST /v1/completions, with OpenAI's and vLLM's fields."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=-1)

@@ -73,7 +73,7 @@ class TokensRequest(NamedRequest):
     return_token_ids: bool | None = None
     """Whether the answer includes the prompt's token ids."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Requests of other keys never share them."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @model_validator(mode="after")
@@ -252,7 +252,7 @@ class DerenderCompletionStream(DerenderStream):
 
 
 class DerenderChatRequest(NamedRequest):
-    """The body of POST /v1/chat/completions/derender."""
+    """The body of POST /v1/chat/completions/derender: the whole answer to a chat."""
 
     stream: Literal[False] = False
     generate_response: TokensAnswer

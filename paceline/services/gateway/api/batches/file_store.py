@@ -27,7 +27,7 @@ class QuotaError(InvalidRequestError):
 
 
 class MissingFileError(InvalidRequestError):
-    """A file was deleted, or has expired."""
+    """The file does not exist, because it was deleted or has expired."""
 
 
 class OtherFileError(InvalidRequestError):

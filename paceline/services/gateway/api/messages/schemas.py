@@ -128,5 +128,5 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Requests of other keys never share them."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)

@@ -108,5 +108,5 @@ _PREFIXES = {
 
 
 def id_prefix(kind: str) -> str:
-    """Return the beginning of the ids of items of a kind."""
+    """Return the prefix of the ids of items of a type."""
     return _PREFIXES.get(kind, "item")

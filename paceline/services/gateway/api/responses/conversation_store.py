@@ -44,7 +44,7 @@ class Conversation:
     """Size in bytes of all items that were ever added, as JSON, deleted ones included."""
 
     def to_api(self) -> Json:
-        """Return the conversation as OpenAI shows it."""
+        """Return the conversation as the JSON object of OpenAI's API."""
         created = int(self.created)
         return {"id": self.id, "object": "conversation", "created_at": created, "metadata": self.metadata}
 

@@ -20,7 +20,7 @@ def read_answer(
     is_open: bool,
     tools: Mapping[str, ArgumentTypes] = _NO_TOOLS,
 ) -> Steps[None]:
-    """Read a whole answer.
+    """Read a whole answer: reasoning, content and tool calls, which become parts of `answer`.
 
     Args:
         is_open: whether the answer begins within reasoning.

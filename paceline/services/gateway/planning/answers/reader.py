@@ -102,13 +102,13 @@ class Reader:
         self._kept = []
 
     def restore(self) -> None:
-        """Return to the place of `keep`."""
+        """Return to the place that `keep` has remembered, so that its text is read again."""
         assert self._kept is not None
         self._dropped -= sum(map(len, self._kept))
         self._text, self._at, self._kept = "".join([*self._kept, self._text]), 0, None
 
     def forget(self) -> None:
-        """Forget the place of `keep`."""
+        """Forget the place that `keep` has remembered, so that its text leaves memory."""
         self._kept = None
 
     def _drop_read(self) -> None:

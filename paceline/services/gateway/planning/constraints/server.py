@@ -71,7 +71,7 @@ class TrialModel:
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """The limits of one trial."""
+    """The limits of one trial: CPU time, memory, and time on a clock."""
 
     cpu_seconds: int
     memory: int

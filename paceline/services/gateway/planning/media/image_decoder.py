@@ -1,4 +1,4 @@
-"""Decodes images, and resizes them while they are decoded."""
+"""Decodes images, and resizes them if the model does not need all pixels."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class _Index:
     key_times: list[int]
     """Times of the frames at which decoding can begin, ascending, hidden frames included."""
     begin: int
-    """The decoding time of the first packet."""
+    """The decoding time of the first packet, for seeking to the beginning of the video."""
     time_base: Fraction
     duration: float
     """Length of the video in seconds."""

@@ -232,7 +232,7 @@ _TOKENS: dict[str, tuple[Sequence[str], int]] = {
     # The name that released models have, and the one that transformers writes.
     "eoa": (("eoa_token_id", "eoa_token_index"), 258883),
 }
-"""Names of the media tokens in config.json, and the ids that hold if a config leaves them out."""
+"""Names of the media tokens in config.json, and their ids if a config leaves the names out."""
 
 
 def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:

@@ -288,5 +288,5 @@ def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
 
 
 _TOKENS = {"vision_start": 151652, "vision_end": 151653, "image": 151655, "video": 151656}
-"""Names of the media tokens in config.json, without `_token_id`, and the ids that hold if a config leaves them out."""
+"""Names of the media tokens in config.json, without `_token_id`, and their ids if a config leaves the names out."""
 _TOKENS_3_5 = {"vision_start": 248053, "vision_end": 248054, "image": 248056, "video": 248057}
