@@ -1,4 +1,4 @@
-"""The APIs that clients see. Each has its room; what they share lies here.
+"""The APIs that clients see. Each has a package; modules that they share are listed below.
 
 In: a body that `http` has read. Out: a plan for `ModelFleet`, then a response or a stream in the API's format.
 

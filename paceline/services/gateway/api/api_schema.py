@@ -1,7 +1,7 @@
 """The description of answers in `/openapi.json`.
 
-Errors are the same for most routes: `create_app` adds them. A route names the body of its success, which is a class of
-the module `bodies` of its API:
+Most routes have the same errors, which `create_app` adds. A route names the body of a successful answer, which is a
+class of the module `bodies` of its API:
 
     @router.get("/version", response_model=None, responses=answers(Version))
 
@@ -30,8 +30,8 @@ Responses = dict[int | str, Json]
 class AnswerBody(BaseModel):
     """A body of an answer, or a part of one.
 
-    Answers are plain JSON, so these classes only describe them. They are compiled when somebody reads the description.
-    To compile them for each route at the start would take longer than to start the rest of the application.
+    Answers are plain JSON, so these classes only describe them. The classes are compiled when a client first reads the
+    description. Compiling them for each route at the start would take longer than the rest of the start.
     """
 
     model_config = ConfigDict(defer_build=True)
@@ -41,7 +41,7 @@ class ErrorDetail(AnswerBody):
     message: str
     type: str
     param: str | None
-    """Path of the field that is wrong."""
+    """Path of the field that is wrong; None if the error is not about a field."""
     code: str | None
 
 
@@ -50,7 +50,11 @@ class ErrorBody(AnswerBody):
 
 
 def errors_of(body: type[AnswerBody]) -> Responses:
-    """Return the `responses` that every route of an API may give, with the body of its errors."""
+    """Return FastAPI's `responses` for the errors of any route of an API.
+
+    Args:
+        body: the JSON body of the API's errors.
+    """
     content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
     return {
         "4XX": {"description": "The request is wrong, or it may not be served", "content": content},
@@ -59,18 +63,18 @@ def errors_of(body: type[AnswerBody]) -> Responses:
 
 
 ERRORS = errors_of(ErrorBody)
-"""Answers that every route may give."""
+"""FastAPI's `responses` for the errors that every route may give."""
 
 TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-"""The `responses` of a route that succeeds with a text."""
+"""FastAPI's `responses` for a route that succeeds with plain text."""
 
 
 def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses:
-    """Return the `responses` of a route that succeeds with 200.
+    """Return FastAPI's `responses` for a route that succeeds with status 200.
 
     Args:
         body: the JSON body.
-        chunk: the JSON in the data of each event, if the answer can be streamed; `add_schema` has to get it, too.
+        chunk: the JSON of each event, if the answer can be streamed; `add_schema` must get this class, too.
     """
     described: Json = {"model": body, "description": "Success"}
     if chunk is not None:
@@ -80,11 +84,10 @@ def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses
 
 
 def add_schema(app: FastAPI, referenced: Sequence[type[AnswerBody]]) -> None:
-    """Add the route `/openapi.json`. The schema is made and written once: this takes a tenth of a second.
+    """Add the route `/openapi.json`. Its text is made once, at the first request: this takes a tenth of a second.
 
     Args:
-        referenced: the bodies that are named by reference, of which the framework knows nothing: those of streamed
-            events and of errors.
+        referenced: bodies of streamed events and errors, which routes name by reference and FastAPI does not know.
     """
     make = app.openapi
 

@@ -1,4 +1,4 @@
-"""Plans of conversations, whose media are loaded first."""
+"""Makes plans and prompts of conversations, after their media have been loaded."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ async def with_media(
     param: str = "messages",
     keeps_newest: bool = False,
 ) -> T:
-    """Return what `make` makes of the media of chats, as `MediaPreparer.plan`. The first chat's options count.
+    """Load the media of chats, and return the result of `make` for their expansions; see `MediaPreparer.plan`.
 
-    The media count against `--media-memory` until the generation runs, or the request ends without one.
+    The first chat's `mm_processor_kwargs` hold for all. The media count against `--media-memory` until the generation
+    runs, or the request ends without a generation.
     """
     items = [item for chat in chats for item in media_of(chat.messages, model.tokenizer)]
     options = chats[0].mm_processor_kwargs
@@ -63,21 +64,21 @@ async def plan_with_media(
     param: str = "messages",
     keeps_newest: bool = False,
 ) -> Plan:
-    """Return the plan that `make` makes of chats and their media, after a worker is ready."""
+    """Wait for a ready worker, load the media of chats, and return the plan that `make` returns for them."""
     served = dataclasses.replace(await model.served_model(request), now=rendering_time(request.headers))
     plan = await with_media(model, chats, request, lambda media: make(served, media), param, keeps_newest)
     return await model.constrained(plan, scope_of(request).owner)
 
 
 async def plan_conversation(model: ModelFleet, chat: ChatRequest, request: Request) -> Plan:
-    """Return the plan of a chat. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
+    """Load a chat's media and return its plan. Raises the errors of `plan_chat` and `MediaPreparer.plan`."""
     return await plan_with_media(model, [chat], request, lambda served, media: plan_chat(chat, served, media))
 
 
 async def encode_conversation(
     model: ModelFleet, chat: ChatFields, request: Request, add_special_tokens: bool = False
 ) -> Prompt:
-    """Return the prompt of a conversation. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
+    """Load a chat's media and return its prompt. Raises the errors of `render_chat` and `MediaPreparer.plan`."""
 
     def encode(media: Expansions) -> Prompt:
         return render_chat(chat, model.tokenizer, model.forms).encode(media, model.tokenizer, add_special_tokens)

@@ -1,4 +1,4 @@
-"""One choice of a request: its text and its outcome, from the events of the worker that runs it."""
+"""One choice of a request: its text and its outcome, from events of the worker that generates the choice."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ class Delta:
 
     index: int
     text: str = ""
-    """Content, without reasoning and tool calls."""
+    """New text of the content, without reasoning and tool calls."""
     parts: list[Part] = field(default_factory=list)
-    """All parts in their order, content included; empty if the answer is not parsed."""
+    """New parts of the answer in their order, content included; [] if the answer is not parsed."""
     reasoning_tokens: int = 0
     tokens: list[Token] = field(default_factory=list)
     answer_tokens: list[Token] = field(default_factory=list)
-    """Tokens without those of reasoning and its markers; empty if the answer is not parsed."""
+    """New tokens without those of reasoning and its markers; [] if the answer is not parsed."""
     held: bytes = b""
-    """The bytes of the last tokens whose text is in no part yet; only with logprobs."""
+    """The bytes of the last tokens whose text is in no part yet; b"" without logprobs."""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     has_open_call: bool = False
-    """Whether the choice has ended within the arguments of a tool call, so that the call cannot be carried out."""
+    """Whether the choice has ended within the arguments of a tool call, which then must not be carried out."""
     prompt_scores: list[Token | None] | None = None
-    """One entry for each prompt token, None for the first. Set in a choice's first delta, if they were asked for."""
+    """Logprobs of the prompt: one entry for each token, None for the first token. Only a choice's first delta has
+    them, if the request wants them."""
 
     @property
     def all_parts(self) -> list[Part]:
-        """All parts in their order."""
+        """All new parts in their order; the text as one part of content if the answer is not parsed."""
         return self.parts or ([Content(self.text)] if self.text else [])
 
     def add_parts(self, parts: list[Part]) -> None:
-        """Append parts."""
+        """Append parts of the answer, and the text of those that are content."""
         self.parts = join_parts([*self.parts, *parts]) if self.parts or len(parts) > 1 else parts
         self.text += "".join(part.text for part in parts if isinstance(part, Content))
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:
-    """Return deltas of one choice, at least one, as one. To join them one by one would take quadratic time."""
+    """Return consecutive deltas of one choice, at least one, as one. Joining them in pairs takes quadratic time."""
     first, last = deltas[0], deltas[-1]
     # A delta whose text is parsed may still have no parts, but then it has no text either.
     return Delta(
@@ -68,14 +69,14 @@ def join_deltas(deltas: Sequence[Delta]) -> Delta:
 
 
 class Choice:
-    """The text and the outcome of one choice."""
+    """Turns the events of one choice into deltas, and knows its text and its outcome."""
 
     def __init__(self, index: int, plan: Plan, tokenizer: Tokenizer) -> None:
         prompt = plan.prompts[index // plan.n]
         self.has_ended = False
         self.outcome = "abort"
         self.why = ""
-        """A detail of the outcome, for people."""
+        """A detail of the outcome, for operators; "" if there is none."""
         self.tokens = 0
         self.calls_tools = False
         """Whether the answer has begun a tool call."""
@@ -83,9 +84,9 @@ class Choice:
         """Whether the text itself has ended the choice, by a stop string or a repetition. Workers do not know this."""
         self._index = index
         self.undecided: list[Token] = []
-        """The last tokens outside of reasoning. A marker of reasoning may begin with them."""
+        """The last tokens outside of reasoning, which may turn out to be the beginning of a marker of reasoning."""
         self._reasoning_tokens = 0
-        """Tokens of reasoning that deltas have told."""
+        """Number of tokens of reasoning that earlier deltas have reported."""
         self._prompt = prompt
         self._eos_token_ids = tokenizer.eos_token_ids
         self._scores: dict[int, Token] = {}
@@ -158,7 +159,7 @@ class Choice:
         return delta
 
     def _parse(self, parser: AnswerParser, token: Token, text: str, delta: Delta) -> list[Part]:
-        """Return the parts that are certain with the text of the next token."""
+        """Return the parts of the answer that the text of the next token makes certain."""
         was_thinking = parser.is_thinking
         parts = parser.push(text)
         self.calls_tools |= any(isinstance(part, CallBegin) for part in parts)
@@ -176,7 +177,7 @@ class Choice:
         self._reasoning_tokens = parser.reasoning_tokens
 
     def _end(self, reason: str, delta: Delta, text: str = "") -> Delta:
-        """Return the choice's last delta, with text that was held back."""
+        """End the choice. Return its last delta, with text that was held back."""
         if self._parser is None:
             delta.text += text
         else:

@@ -1,4 +1,4 @@
-"""Runs the choices of one request. The n sequences of each prompt are merged into one stream."""
+"""Runs the choices of one request, and merges their deltas into one stream."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ class Generation:
     """All choices of one request.
 
     Args:
-        request_trace: it is in the model's book of traces while the generation runs, and a while after.
-        scope: has what the request holds until the generation runs, such as the memory of its media, and counts what
-            the request uses of its key's limits.
-        ids: the ids of the events, if the answer is streamed to a client that can continue the stream.
+        request_trace: trace of the request, which the model's book of traces keeps while it runs and for a while after.
+        scope: resources of the request until the generation runs, such as memory for media, and its key's limits.
+        ids: ids of the events, if the client can continue the stream at another gateway; else None.
     """
 
     def __init__(
@@ -57,20 +56,20 @@ class Generation:
         self._came: Mailbox[Delta | Exception | None] = Mailbox()
         """Deltas and errors that the client has not read yet; None marks the end of a choice."""
         self._left = len(plan.prompts) * plan.n
-        """Choices that have not ended."""
+        """Number of choices that have not ended."""
         self._has_begun = [asyncio.Event() for _ in plan.prompts]
         self._cached_tokens = [0] * len(plan.prompts)
         self._media_tokens = media_tokens([span for prompt in plan.prompts for span in prompt.media])
         self._tasks: list[asyncio.Task[None]] = []
 
     def _cache_creation(self) -> dict[str, int]:
-        """Return the tokens before the last cache breakpoint that were computed; {} if there is no breakpoint."""
+        """Return the number of computed tokens before the last cache breakpoint, as a field; {} without breakpoint."""
         marked = [max((mark.tokens for mark in prompt.marks), default=0) for prompt in self.plan.prompts]
         created = sum(max(0, tokens - cached) for tokens, cached in zip(marked, self._cached_tokens))
         return {"cache_creation_tokens": created} if any(marked) else {}
 
     def usage(self) -> dict[str, object]:
-        """Return the `usage` object of a response, with the counts up to now."""
+        """Return the `usage` object of a response, with the numbers of tokens up to now."""
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -125,7 +124,7 @@ class Generation:
                 self._came.clear()
 
     def abort(self) -> None:
-        """End all choices with the tokens that have come, and with the finish reason "abort"."""
+        """End all choices with the tokens generated so far, and with the finish reason "abort"."""
         self._request_trace.is_aborted = True
         for task in self._tasks:
             # Later, because a task that is cancelled before its first step would not report its end.
@@ -150,7 +149,7 @@ class Generation:
         return batch
 
     async def whole(self) -> list[Delta]:
-        """Run all choices to their ends, and return each one as a whole, in the order of their indexes."""
+        """Run all choices to their ends. Return one delta for each whole choice, in the order of their indexes."""
         choices = defaultdict[int, list[Delta]](list)
         async with self.running():
             while batch := await self.batch():
@@ -218,7 +217,7 @@ class Generation:
 
 
 def _cancelled() -> UnavailableError:
-    """Return the error of a choice if something within it was cancelled, although nobody has cancelled the choice."""
+    """Return the error for a choice in which a task was cancelled without a cancellation of the choice."""
     return UnavailableError("the request was cancelled for an unexpected reason; try again")
 
 

@@ -10,27 +10,27 @@ from paceline.core.types import Logprob, Token
 from paceline.services.gateway.planning.vocabulary import Vocabulary
 
 _LEAST = -9999.0
-"""The lowest logprob that is sent, because JSON has no infinity. vLLM uses the same value for excluded tokens."""
+"""Lowest logprob in answers, in place of -infinity, which JSON lacks. vLLM uses the same value for excluded tokens."""
 
 
 class TextOffsets:
-    """Counter of the characters of a text whose tokens come one by one.
+    """Finds the offset of each token in a text, in characters, while the tokens come one by one.
 
-    A token within a character begins where the character does. Bytes that are no character count as the U+FFFD that
+    A token that continues a character has the character's offset. Bytes that are no character count as the U+FFFD that
     the text has for them.
 
     Args:
-        start: offset of the first token; negative if the text lacks the first characters of the tokens.
+        start: offset of the first token in characters; negative if the text lacks the tokens' first characters.
     """
 
     def __init__(self, start: int = 0) -> None:
         self._end = start
-        """Offset of the first byte that belongs to no counted character."""
+        """Offset, in characters, of the first byte that belongs to no counted character."""
         self._pending = b""
-        """Bytes of the character that has begun at `_end`."""
+        """Bytes of the incomplete character that begins at `_end`."""
 
     def push(self, data: bytes) -> int:
-        """Take the bytes of the next token, and return its offset."""
+        """Take the bytes of the next token. Return the token's offset in characters."""
         if data and self._pending and not _may_begin(self._pending + data[:1]):
             self._end += len(self._pending.decode(errors="replace"))
             self._pending = b""
@@ -42,7 +42,7 @@ class TextOffsets:
 
 
 def _may_begin(data: bytes) -> bool:
-    """Return whether bytes are the beginning of a valid text."""
+    """Return whether bytes may be the beginning of valid UTF-8."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(data)
     except UnicodeDecodeError:
@@ -56,7 +56,7 @@ class LogprobFormat:
     Args:
         vocabulary: the text and bytes of each token.
         count: the number of most likely tokens to show.
-        as_ids: whether to show a token as `token_id:7` instead of its text, which several tokens may share.
+        as_ids: whether to show tokens as `token_id:7` instead of as text. Several tokens may have the same text.
         shows_all: whether to show all tokens that were reported, because the request names them.
     """
 
@@ -93,7 +93,7 @@ class LogprobFormat:
         Args:
             tokens: the tokens with their logprobs; None for the first token of a prompt, which has none.
             token_ids: the id of each of these tokens.
-            offsets: where each of these tokens begins in the text, in characters.
+            offsets: offset of each of these tokens in the text, in characters.
         """
         names: list[str] = []
         logprobs: list[float | None] = []
@@ -116,7 +116,7 @@ class LogprobFormat:
         return {"text_offset": [*offsets], "token_logprobs": logprobs, "tokens": names, "top_logprobs": tops}
 
     def prompt(self, tokens: Sequence[Token | None]) -> list[dict[str, Any] | None]:
-        """Return vLLM's `prompt_logprobs`: for each prompt token None, or logprob, rank and text by token id."""
+        """Return vLLM's `prompt_logprobs`: for each prompt token logprob, rank and text by token id, or else None."""
         return [None if token is None or not token.logprobs else self._prompt_entry(token) for token in tokens]
 
     def _prompt_entry(self, token: Token) -> dict[str, Any]:
@@ -131,9 +131,9 @@ class LogprobFormat:
         }
 
     def _split(self, token: Token) -> tuple[Logprob, list[Logprob]]:
-        """Return the chosen token's entry, and the entries to show beside it, which may contain it again.
+        """Return the chosen token's entry and the entries of likely tokens to show, which may include the chosen token.
 
-        These are the `count` most likely ones, or all in their order.
+        The latter are the `count` most likely ones, or all reported ones in their order if `shows_all`.
         """
         if self._shows_all:
             return token.logprobs[0], list({entry.token_id: entry for entry in token.logprobs}.values())
@@ -145,9 +145,9 @@ class LogprobFormat:
         return {"token": self._name(entry.token_id), "logprob": _finite(entry), "bytes": token_bytes}
 
     def _key(self, token_id: int) -> str:
-        """Return a token's name in completions, where other tokens' names are keys beside it.
+        """Return the name by which logprobs of completions show a token.
 
-        OpenAI's API writes the bytes of a token that is no text by itself.
+        As in OpenAI's API, the name of a token that is no text by itself has its bytes.
         """
         data = self._vocabulary.token_bytes(token_id)
         if self._as_ids or _is_text(data):

@@ -29,18 +29,19 @@ from paceline.services.gateway.planning.token_schemas import TokensRequest
 from paceline.services.gateway.sequences.traces import RequestTrace
 
 _MARK = "\0"
-"""Stand-in for the text of a chunk. No other string in a chunk equals it."""
+"""Placeholder for the text in the JSON of a chunk. No other string in a chunk has this value."""
 _DONE = b"data: [DONE]\n\n"
 
 SMALL_ANSWER_TOKENS = 64
-"""Tokens whose answer is written at once. With all logprobs, this takes about a millisecond."""
+"""Largest number of tokens of an answer that is written on the event loop. With all logprobs, writing so many takes
+about a millisecond."""
 
 
 class StreamWriter(Protocol):
-    """A converter of one response's deltas into server-sent events of an API. Empty bytes are no event."""
+    """A converter of one response's deltas into server-sent events of an API. Methods return b"" for no event."""
 
     def begin(self) -> bytes:
-        """Return the events before the first delta. They are sent with it, or with an earlier ping."""
+        """Return the events that begin the stream. They are sent with the first delta, or with an earlier ping."""
 
     def write(self, delta: Delta) -> bytes:
         """Return the events of a delta."""
@@ -60,7 +61,7 @@ async def event_stream(
     A caller that stops early must close the generator.
 
     Args:
-        ids: the ids of the events; None if they have none.
+        ids: ids for the events; None for events without ids.
     """
     begun = ids is not None and ids.resumes
     if begun:
@@ -80,10 +81,10 @@ async def event_stream(
 
 
 class ChunkWriter:
-    """The stream of OpenAI's chats and completions: chunks, and `[DONE]` at the end; see `StreamWriter`.
+    """Converts deltas into the stream of OpenAI's chats and completions: chunks, then `[DONE]`; a `StreamWriter`.
 
     Args:
-        usage: returns the usage, counting all tokens that have come.
+        usage: returns the usage, with all tokens generated so far.
     """
 
     def __init__(self, response_format: ResponseFormat, options: StreamOptions, usage: Callable[[], Json]) -> None:
@@ -125,10 +126,10 @@ class ChunkWriter:
 
 
 def choose_id(wanted: str | None, request: Request) -> str:
-    """Return the request's id: from its header, else from its body, else the one that the gateway made.
+    """Return the request's id: from its header, else from its body, else a new one of the gateway.
 
     Args:
-        wanted: the `request_id` of the body.
+        wanted: the `request_id` of the body; None if the body has none.
 
     Raises:
         ApiError: the body's id is not valid.
@@ -145,13 +146,13 @@ def choose_id(wanted: str | None, request: Request) -> str:
 async def start(
     model: ModelFleet, plan: Plan, request: Request, is_streamed: bool, resumable: NamedRequest | None = None
 ) -> Generation:
-    """Return a request's generation, which does not run yet, with its trace.
+    """Return a request's generation, which does not run yet, and begin its trace.
 
     Args:
         resumable: the body, if the answer is a stream that its client could continue at another gateway.
 
-    Raises ApiError if a header is not valid, if it continues the stream of another answer, or if the caller's key has
-    no tokens left.
+    Raises ApiError if a header is not valid, if the request continues the stream of another answer, or if the caller's
+    key has no tokens left.
     """
     scope = scope_of(request)
     plan, ids = with_headers(plan, request), None
@@ -178,7 +179,7 @@ async def respond(
     response_format: ResponseFormat,
     request: Request,
 ) -> Response:
-    """Run a planned request and return its response, a stream if the client wants one."""
+    """Run a planned request and return its response; a stream if the client wants a stream."""
     generation = await start(model, plan, request, bool(body.stream), body if body.stream else None)
     if body.stream:
         options = body.stream_options or StreamOptions()
@@ -189,7 +190,11 @@ async def respond(
 
 
 def stream(generation: Generation, writer: StreamWriter, ping: Callable[[], bytes] | None = None) -> Response:
-    """Return the response that runs a generation and sends its events. See `EventStreamResponse` about pings."""
+    """Return the response that runs a generation and sends its events.
+
+    Args:
+        ping: returns a ping, as in `EventStreamResponse`; None for its default.
+    """
     ids = generation.ids
     error_events = writer.error if ids is None else lambda error: ids.fail(error, writer.error(error))
     return EventStreamResponse(event_stream(generation, writer, ids), error_events, ping)
@@ -209,7 +214,7 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
 
 
 def _with_ids(plan: Plan, body: NamedRequest, request: Request) -> tuple[Plan, StreamIds]:
-    """Return the plan with its seeds, and the ids of its stream's events, which may go on where another one broke."""
+    """Return the plan with its seeds, and ids for its stream's events. The stream may continue a broken one."""
     received = received_id(request.headers)
     seed = received.origin.seed if received is not None else secrets.randbits(64)
     origin = Origin.of(answer_digest(plan, body), seed, plan.rendered_at)

@@ -1,4 +1,4 @@
-"""The base of the OpenAI API's formats, which turn deltas into a body or into stream chunks."""
+"""The base class of the OpenAI API's formats, which turn deltas into a body or into stream chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TextChunk(NamedTuple):
     choice: int
     text: str
     place: str | int = "content"
-    """The text is "content", "reasoning", or arguments of the call with this index."""
+    """Kind of the text: "content", "reasoning", or the index of the call whose arguments it continues."""
 
 
 class ResponseFormat(ABC):
@@ -68,10 +68,10 @@ class ResponseFormat(ABC):
 
     @abstractmethod
     def text_chunk(self, index: int, text: str, place: str | int) -> Json:
-        """Return the body of a `TextChunk`."""
+        """Return the stream chunk, as JSON, of a `TextChunk`."""
 
     def chunks(self, delta: Delta) -> Iterator[Json | TextChunk]:
-        """Return the stream chunks of a delta; none if the delta changes nothing for the client yet."""
+        """Yield the stream chunks of a delta; nothing if the client sees no change yet."""
         if (complete := self._with_end(delta)) is not None:
             yield from self._chunks(complete)
 
@@ -79,9 +79,9 @@ class ResponseFormat(ABC):
     def _chunks(self, delta: Delta) -> Iterator[Json | TextChunk]: ...
 
     def _with_end(self, delta: Delta) -> Delta | None:
-        """Keep a choice's last tokens until its end comes, which is soon, because clients expect both in one chunk.
+        """Return the delta to send, joined with a delta that was kept before; None if the delta itself is kept.
 
-        Returns the delta to send, joined with the kept one if there is one; None if the delta is kept.
+        A choice's last tokens are kept until its end comes, which is soon, because clients expect both in one chunk.
         """
         self._counts[delta.index] += len(delta.tokens)
         held = self._held.setdefault(delta.index, [])
@@ -96,15 +96,15 @@ class ResponseFormat(ABC):
         return join_deltas(self._held.pop(delta.index))
 
     def held_tokens(self, index: int) -> list[Token]:
-        """Return the tokens of a choice that no chunk has shown, because its end may come."""
+        """Return the tokens of a choice that are kept for a chunk with the choice's end."""
         return [token for held in self._held.get(index, ()) for token in (*held.answer_tokens, *held.tokens)]
 
     def empty_chunk(self) -> Json:
-        """Return a chunk that tells nothing new."""
+        """Return a stream chunk without choices or new text."""
         return self._chunk([])
 
     def usage_so_far(self, usage: Json) -> Json:
-        """Return the `usage` of the latest chunk, from that of all generated tokens; some may not be sent yet."""
+        """Return the `usage` for the latest chunk: that of all generated tokens, without tokens that are kept."""
         sent = self._sent_tokens
         return usage | {"completion_tokens": sent, "total_tokens": usage["prompt_tokens"] + sent}
 
@@ -119,7 +119,7 @@ class ResponseFormat(ABC):
         return self._plan.prompts[delta.index // self._plan.n]
 
     def _begins(self, delta: Delta) -> bool:
-        """Return whether this is the choice's first delta."""
+        """Return whether a delta is its choice's first one, and remember that the choice has begun."""
         first = delta.index not in self._begun
         self._begun.add(delta.index)
         return first
@@ -136,7 +136,7 @@ class ResponseFormat(ABC):
         return [token.id for token in self._shown_tokens(delta)] if self._returns_ids else None
 
     def _shown_tokens(self, delta: Delta) -> list[Token]:
-        """Return the tokens that a response may list."""
+        """Return the tokens of a delta whose ids and logprobs a response may list."""
         return delta.tokens
 
     def _says_only_text(self, delta: Delta) -> bool:

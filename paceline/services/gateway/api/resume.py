@@ -2,11 +2,11 @@
 
 A client asks for ids by the header X-Event-IDs. Each event of its stream then has an SSE id. After the stream broke,
 the client sends the same request with the last id in the header Last-Event-ID. The gateway generates the answer again,
-gives to the client what comes after that event, and keeps back what the client has.
+skips the events that the client has, and sends the later ones.
 
 An id has all that another gateway needs: the seed, the time that the chat template saw, and how much of each choice the
-client has. It also has a digest of all other things that the answer depends on, and checksums of the client's tokens,
-so that two different answers are never joined.
+client has. The id also has a digest of all other things that the answer depends on, and checksums of the client's
+tokens, so that parts of two different answers are never joined.
 
 An id has an entry for each choice, separated by commas: the number of tokens, "f" if the choice has finished, and the
 checksum of the tokens. One message of a worker may become several events. All but the last of them have "-N": N events
@@ -47,18 +47,18 @@ _ORIGIN = struct.Struct(">12sQI")
 _EPOCH = datetime.datetime(1970, 1, 1)
 _END = b"\n\n"
 _IN_PLANS = {"messages", "prompt", "token_ids"}
-"""Fields of bodies that an answer depends on only by the prompts of its plan. They may be large."""
+"""Fields of bodies that the digest of an answer leaves out, because it includes the plan's prompts instead."""
 
 
 class Position(NamedTuple):
-    """The part of one choice that a client has."""
+    """How much of one choice a client has received."""
 
     tokens: int = 0
     has_finished: bool = False
     checksum: int = 0
-    """CRC-32 of the ids of the tokens. A client could only deceive itself with tokens that have the same one."""
+    """CRC-32 of the tokens' ids. A client that forges it deceives only itself."""
     missing: int = 0
-    """Last events of the delta that ends here that the client does not have."""
+    """Number of events at the end of the position's last delta that the client does not have."""
 
     def __str__(self) -> str:
         missing = f"-{self.missing}" if self.missing else ""
@@ -66,25 +66,29 @@ class Position(NamedTuple):
 
 
 _NOTHING = Position(-1)
-"""The position of a client that does not have the stream's beginning either."""
+"""The position of a client that has received nothing, not even the events that begin the stream."""
 
 
 class Origin(NamedTuple):
-    """The origin of an answer. Gateways with equal models generate the same answer from the same origin."""
+    """All that determines an answer. Gateways with equal models generate the same answer from the same origin."""
 
     digest: bytes
     """12 bytes; see `answer_digest`."""
     seed: int
-    """The seed of a request whose client gave none. Unsigned 64 bits."""
+    """The seed that the gateway drew for a request without a seed; unsigned, 64 bits."""
     rendered_at: int
-    """Local time that the chat template saw, in seconds since 1970 began there. Unsigned 32 bits."""
+    """Local time that the chat template saw, in seconds since 1970-01-01 00:00 local time; unsigned, 32 bits."""
 
     def __str__(self) -> str:
         return base64.urlsafe_b64encode(_ORIGIN.pack(*self)).decode()
 
     @classmethod
     def of(cls, digest: bytes, seed: int, rendered_at: datetime.datetime | None) -> Origin:
-        """Return the origin of an answer whose chat template saw a local time; None if there was no template."""
+        """Return the origin of an answer.
+
+        Args:
+            rendered_at: local time that the chat template saw; None if there was no template.
+        """
         return cls(digest, seed, int((rendered_at - _EPOCH).total_seconds()) if rendered_at is not None else 0)
 
     @property
@@ -94,14 +98,14 @@ class Origin(NamedTuple):
 
 
 class EventId(NamedTuple):
-    """The id of an event: where the answer comes from, and how much of each choice a client has."""
+    """The id of an event: the origin of the answer, and how much of each choice the client has after the event."""
 
     origin: Origin
     positions: list[Position]
 
 
 def read_event_id(text: str) -> EventId:
-    """Return the meaning of an event's id. Raises ApiError if it is none."""
+    """Return an event's id from its text. Raises ApiError if the text is not a valid id."""
     whole = _ID.fullmatch(text)
     entries = [_ENTRY.fullmatch(entry) for entry in whole[2].split(",")] if whole is not None else []
     positions = [Position(int(each[1]), bool(each[2]), int(each[3], 16), int(each[4] or 0)) for each in entries if each]
@@ -111,13 +115,13 @@ def read_event_id(text: str) -> EventId:
 
 
 def received_id(headers: Mapping[str, str]) -> EventId | None:
-    """Return the last id that a client has; None if its stream begins. Raises ApiError if the header is not valid."""
+    """Return the id of the last event that a client has; None if its stream begins. Raises ApiError if it is wrong."""
     given = headers.get(HEADER)
     return read_event_id(given) if given else None
 
 
 def wants_ids(headers: Mapping[str, str]) -> bool:
-    """Return whether a client asks for ids of events. Raises ApiError if a header is not valid."""
+    """Return whether a client asks for ids of events, by its headers. Raises ApiError if a header is not valid."""
     asked = headers.get(ASKING, "false").lower()
     if asked not in ("true", "false"):
         raise ApiError(400, f"{ASKING} must be true or false", param=ASKING)
@@ -125,16 +129,15 @@ def wants_ids(headers: Mapping[str, str]) -> bool:
 
 
 def rendering_time(headers: Mapping[str, str]) -> datetime.datetime:
-    """Return the local time for the chat template: the present, or the time at which a stream began that goes on."""
+    """Return the local time for the chat template: the present, or the time that a continued stream's template saw."""
     received = received_id(headers)
     return received.origin.time if received is not None else datetime.datetime.now().replace(microsecond=0)
 
 
 def answer_digest(plan: Plan, body: BaseModel) -> bytes:
-    """Return a digest of everything that an answer depends on besides its origin's seed and time, and of its key.
+    """Return a digest of the client's key and of all that an answer depends on, except the origin's seed and time.
 
-    The length that an answer may have is not included if the client did not choose it, because it follows from the
-    workers that are there.
+    The largest length of the answer is included only if the client chose it. Otherwise it depends on the workers.
     """
     # Lists and objects of a body came from JSON, so this is its JSON in one order.
     fields = body.model_dump(exclude=_IN_PLANS, exclude_unset=True)
@@ -152,7 +155,7 @@ def answer_digest(plan: Plan, body: BaseModel) -> bytes:
 
 
 class Gathering:
-    """A function that passes events on. Of the tokens, it keeps back the first ones until it has `count` of them."""
+    """A function that passes events on, and joins the first `count` tokens into a single event."""
 
     def __init__(self, count: int, take: Callable[[Event], object]) -> None:
         self._count = count
@@ -176,11 +179,11 @@ class Gathering:
 
 
 class StreamIds:
-    """The ids of one stream's events.
+    """Makes the ids of one stream's events, and leaves out events that the client has.
 
     Args:
-        origin: what the answer follows from.
-        received: the last id that the client has; None if the stream begins.
+        origin: the seed, time and digest that determine the answer.
+        received: id of the last event that the client has; None if the stream begins.
         choices: number of choices.
 
     Raises:
@@ -197,21 +200,21 @@ class StreamIds:
         self._origin = str(origin)
         self._received = received.positions if received is not None else [_NOTHING] * choices
         self._generated = [Position()] * choices
-        """What was generated of each choice. A writer may keep the events of the last tokens until the choice ends."""
+        """How much of each choice was generated. A writer may keep the last tokens until the choice ends."""
         self._sent = [Position()] * choices
-        """What the events that were written have of each choice."""
+        """How much of each choice the events have that were written so far."""
         self._unchecked = {index for index, position in enumerate(self._received) if position[:2] > (0, False)}
-        """Choices whose tokens that the client has were not generated again yet."""
+        """Indexes of choices in which not all tokens that the client has were generated again yet."""
         self._held = b""
-        """Events that wait until all choices are checked."""
+        """Events that are not sent before the tokens of all choices are checked."""
 
     def gathering(self, index: int, take: Callable[[Event], object]) -> Callable[[Event], object]:
-        """Return a function that gives a choice's events to `take`, all tokens that the client has in one of them."""
+        """Return a function that passes a choice's events to `take`. One event has all tokens that the client has."""
         received = self._received[index].tokens
         return Gathering(received, take) if received > 0 else take
 
     def begin(self, events: bytes) -> bytes:
-        """Return the events before the first delta, with an id."""
+        """Return the events that begin a new stream, with an id; b"" if there are none."""
         return self._with_id(events, 0, Position()) if events else events
 
     def mark(self, delta: Delta, written: bytes) -> bytes:
@@ -220,7 +223,7 @@ class StreamIds:
         Args:
             written: the delta's events.
 
-        Raises ApiError if the client has tokens of another answer. Nothing of this answer was returned before.
+        Raises ApiError if the client has tokens of another answer. Until then, no event of this answer was returned.
         """
         index, received, before = delta.index, self._received[delta.index], self._generated[delta.index]
         ids = array("I", [token.id for token in delta.tokens])
@@ -248,7 +251,7 @@ class StreamIds:
         return marked
 
     def fail(self, error: ApiError, events: bytes) -> bytes:
-        """Return the events of an error. If another gateway can go on, they say after which time the client comes."""
+        """Return the events of an error. If another gateway can go on, they say when the client should reconnect."""
         return f"retry: {RETRY_AFTER_SECONDS * 1000}\n".encode() + events if error.is_for_others else events
 
     def _with_id(self, event: bytes, index: int, position: Position) -> bytes:

@@ -1,4 +1,4 @@
-"""The output format that a client asks for; `planning/constraints/content.py` makes a constraint of it.
+"""The output format that a client asks for; `planning/constraints/content.py` makes a constraint of the format.
 
 Clients use OpenAI's `response_format`, or vLLM's `structured_outputs` and older `guided_*` fields.
 """
@@ -26,7 +26,7 @@ class JsonSchemaFormat(Body):
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
     strict: bool | None = None
-    """Refuse a schema of which a part cannot be enforced. The other parts are always enforced."""
+    """Whether to refuse the request if a part of the schema cannot be enforced. Otherwise only this part is ignored."""
 
 
 class Structure(Body):
@@ -48,7 +48,7 @@ class AnswerFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`. Exactly one of the first six fields must be set, or `response_format`."""
+    """vLLM's `structured_outputs`. Without a `response_format`, exactly one of its first six fields must be set."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -59,10 +59,10 @@ class StructuredOutputs(Body):
     """The JSON text of a `response_format` of the type structural_tag."""
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    """As in vLLM. Objects are closed without it, too; see `allow_additional_properties`."""
+    """vLLM's field, without effect: objects are always closed unless `allow_additional_properties` is set."""
     allow_additional_properties: bool = False
-    """Paceline's own: read `additionalProperties` by the letter of JSON Schema. An object whose schema does not have it
-    may then have properties that the schema does not name. Also applies to tools."""
+    """Paceline's own field: whether objects may have properties that their schemas do not name, as in JSON Schema, if a
+    schema has no `additionalProperties`. Also applies to tools."""
     whitespace_pattern: str | None = None
     """A regular expression for the white space between two JSON tokens."""
 
@@ -90,13 +90,13 @@ class StructuredOutputs(Body):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Options with which the grammar reads schemas; see `grammar.OPTIONS`."""
+        """The options for reading JSON schemas as a grammar; see `grammar.OPTIONS`."""
         spacing = COMPACT if self.disable_any_whitespace else spacing_of(self.whitespace_pattern)
         return {**spacing, "closed": False} if self.allow_additional_properties else spacing
 
 
 class ContentFields(Body):
-    """The fields of a request that ask for a form of the content."""
+    """The fields of a request that say which form the answer's content must have."""
 
     response_format: AnswerFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -112,27 +112,31 @@ ANY_OBJECT = {"type": "object"}
 
 COMPACT = {"whitespace_flexible": False}
 SPACED = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
-"""Allows white space between all JSON tokens, as models have learned to write it. The limit of 32 characters is there
-because small models may otherwise write white space for ever."""
+"""Options that allow white space between all JSON tokens, as models have learned to write. The limit of 32 characters
+stops small models that would write white space for ever."""
 
 UNENFORCED_HEADER = "x-schema-unenforced"
 _HEADER_CHARACTERS = 2000
 
 
 def unenforced_header(constraint: Constraint | None) -> dict[str, str]:
-    """Return the header that tells a client which keywords of its schemas are not enforced; none if all are."""
+    """Return the header that tells a client which keywords of its schemas are not enforced; {} if all are enforced."""
     if constraint is None or not constraint.unenforced:
         return {}
     return {UNENFORCED_HEADER: quote(", ".join(constraint.unenforced), safe=" ,:.[]()$")[:_HEADER_CHARACTERS]}
 
 
 def name_client_field(error: Exception, constraint: Constraint | None) -> Exception:
-    """Return a worker's error about a constraint as an error about the client's field, and other errors unchanged."""
+    """Return the error about a client's field for a worker's error about its constraint; other errors unchanged."""
     if constraint is None or not isinstance(error, InvalidRequestError) or error.param != ConstraintError.PARAM:
         return error
     return InvalidRequestError(f"{constraint.place}: {error}", constraint.place)
 
 
 def spacing_of(pattern: str | None) -> dict[str, Any]:
-    """Return the options for white space between JSON tokens that match a pattern, by default any white space."""
+    """Return the schema options for white space between JSON tokens.
+
+    Args:
+        pattern: a regular expression for the white space; None for up to 32 characters of any white space.
+    """
     return SPACED if pattern is None else {"whitespace_pattern": pattern}

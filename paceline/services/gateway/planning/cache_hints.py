@@ -1,4 +1,4 @@
-"""Hints about the next use of a context, from what its client asks for and how its answer ended. Pure."""
+"""Hints about the next use of a context, from the fields of its request and the end of its answer. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ MOST_MARKS = 4
 """Largest number of cache breakpoints of a request, as in Anthropic's API."""
 
 MARK_SECONDS = {"5m": 300.0, "1h": 3600.0}
-"""Times to live of cache breakpoints."""
+"""Lifetimes of cache breakpoints in seconds, by the value of `ttl`."""
 RETENTION_SECONDS = {"in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
-"""Values of `prompt_cache_retention`. OpenAI keeps prompts in memory for 5 to 10 minutes."""
+"""Seconds for which a client expects a prompt to be cached, by `prompt_cache_retention`. OpenAI keeps prompts in memory
+for 5 to 10 minutes."""
 
 _SOURCE_BYTES = 8
 _MOST_MISSES = 64
-"""Texts of messages that are looked for in vain, each time in the whole prompt, before all others count as missing."""
+"""Largest number of searches of the whole prompt for a message's text that fail. Later texts count as missing."""
 
 
 class Mark(NamedTuple):
@@ -34,7 +35,7 @@ class Mark(NamedTuple):
 
 
 class Learnt(NamedTuple):
-    """An expectation of the gateway's own: the whole context with the answer returns."""
+    """The gateway's own expectation that a later prompt begins with the whole context, the answer included."""
 
     reason: str
     seconds: float
@@ -49,20 +50,20 @@ class TextMark(NamedTuple):
     """A cache breakpoint in the text of a conversation."""
 
     end: int
-    """Index of the character after it."""
+    """Index of the first character after the breakpoint."""
     seconds: float
 
 
 def text_marks(
     text: str, messages: Sequence[ChatMessage], tools: Iterable[ToolDefinition], whole: CacheControl | None
 ) -> list[TextMark]:
-    """Return the cache breakpoints of a conversation. A breakpoint whose place is not found is left out.
+    """Return the cache breakpoints of a conversation. A breakpoint that is not found in `text` is left out.
 
     Args:
         text: the conversation as the chat template writes it.
         whole: the breakpoint of the request itself, which is at the end of the prompt.
 
-    Raises InvalidRequestError if there are more than MOST_MARKS.
+    Raises InvalidRequestError if there are more than MOST_MARKS breakpoints.
     """
     marks = [tool.cache_control for tool in tools if tool.cache_control is not None]
     places = [(index, own, mark) for index, message in enumerate(messages) for own, mark in _pieces(message)]
@@ -97,11 +98,13 @@ def text_marks(
 def token_marks(
     marks: Iterable[TextMark], chat: RenderedChat, media: Expansions, prompt_tokens: int, tokenizer: Tokenizer
 ) -> tuple[Mark, ...]:
-    """Return the breakpoints in tokens, which may be wrong by a few. The shorter text of each is tokenized again.
+    """Return the breakpoints with their places in tokens, which may be wrong by a few tokens.
+
+    For each breakpoint, the shorter of the texts before and after it is tokenized again.
 
     Args:
-        media: what stands in the prompt for each item.
-        prompt_tokens: tokens of the whole prompt.
+        media: the tokens that stand in the prompt for each item.
+        prompt_tokens: number of tokens of the whole prompt.
     """
     length = len(chat.text)
 
@@ -123,9 +126,10 @@ def hints_after(
 
     Args:
         marks: the client's cache breakpoints.
-        retention: the client's `prompt_cache_retention`; None if it asked for nothing.
-        context_tokens: tokens of the prompt and the answer.
-        owner: digest of the client's key. The hints of each client count by its own record.
+        retention: the client's `prompt_cache_retention`; None if the request has none.
+        learnt: the gateway's own expectation; None if there is none.
+        context_tokens: number of tokens of the prompt and the answer together.
+        owner: digest of the client's key. How often hints come true is counted for each client.
     """
     asked = _source(owner, "asked")
     hints = [Hint(mark.tokens, mark.seconds, asked) for mark in marks]
@@ -137,7 +141,7 @@ def hints_after(
 
 
 def _pieces(message: ChatMessage) -> Iterator[tuple[str, CacheControl | None]]:
-    """Yield the texts of a message, each with the breakpoint at its end."""
+    """Yield the texts of a message, each with the cache breakpoint at its end; None if it has none."""
     parts = message.content if isinstance(message.content, list) else []
     texts = [part for part in parts if isinstance(part, TextPart)]
     for part in texts[:-1]:

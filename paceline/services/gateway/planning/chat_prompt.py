@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt, ready to be computed."""
+    """A prompt as workers compute it: token ids, and the media that stand at placeholder tokens."""
 
     token_ids: list[int]
     media: tuple[MediaSpan, ...] = ()
@@ -34,7 +34,7 @@ class Prompt:
 
 
 def encode_prompt(pieces: Iterable[Piece], tokenizer: Tokenizer, add_special_tokens: bool, param: str) -> Prompt:
-    """Return the prompt that is made of pieces. All of it is tokenized as one text, as in the model's training.
+    """Return the prompt that consists of pieces. The whole prompt is tokenized as one text, as in the model's training.
 
     Raises:
         InvalidRequestError: a text is not valid Unicode; the error names `param`.
@@ -69,7 +69,7 @@ _COUNTS = {
 
 
 def media_tokens(spans: Sequence[MediaSpan]) -> dict[str, int]:
-    """Return the number of placeholder tokens of each kind that there is, by its name in `prompt_tokens_details`."""
+    """Return the number of placeholder tokens of each kind of media, by the kind's name in `prompt_tokens_details`."""
     counts: Counter[str] = Counter()
     for span in spans:
         counts[_COUNTS[span.kind]] += span.length
@@ -85,15 +85,16 @@ class RenderedChat:
     texts: Sequence[str]
     """The texts before, between and after the media."""
     items: Sequence[MediaItem]
-    """The media in the order of their places."""
+    """The media in the order of their places in the text."""
     markers: Sequence[str]
     """The template's marker for each of `items`."""
 
     def pieces(self, media: Expansions, start: int = 0, end: int | None = None) -> list[Piece]:
-        """Return the parts of the prompt between two characters of `text`; None is its end.
+        """Return the parts of the prompt from character `start` of `text` up to character `end`.
 
         Args:
-            media: what stands in the prompt for each item.
+            end: index of the first character that is left out; None for the end of `text`.
+            media: the tokens that stand in the prompt for each item.
         """
         end = len(self.text) if end is None else end
         found: list[Piece] = []
@@ -107,10 +108,10 @@ class RenderedChat:
         return found
 
     def encode(self, media: Expansions, tokenizer: Tokenizer, add_special_tokens: bool) -> Prompt:
-        """Return the prompt.
+        """Return the prompt of the conversation with its media.
 
         Args:
-            media: what stands in the prompt for each item.
+            media: the tokens that stand in the prompt for each item.
 
         Raises InvalidRequestError if a text is not valid Unicode.
         """
@@ -118,7 +119,7 @@ class RenderedChat:
 
 
 def media_of(messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> list[MediaItem]:
-    """Return the media of a conversation that the model will see, in order."""
+    """Return the media that the model will see, in the order of the conversation."""
     return [part.item for message in _arranged(messages, tokenizer.media_kinds) for part in message.media]
 
 
@@ -130,8 +131,8 @@ def render_chat(
     Args:
         now: local time that the template sees; None is the present.
 
-    Raises InvalidRequestError if the template rejects it or has no place for its media, if arguments of calls hold too
-    much JSON, or if it has tools and this server knows no form of tool calls for the model.
+    Raises InvalidRequestError if the template rejects the conversation or has no place for its media, if arguments of
+    calls hold too much JSON, or if there are tools and this server knows no form of tool calls for the model.
     """
     arranged = list(_arranged(request.messages, tokenizer.media_kinds))
     check_written((text for message in arranged for text in message.written_arguments), "messages")
@@ -168,7 +169,9 @@ def render_chat(
 
 
 def dropped_tokens(request: ChatFields, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return how many of a prompt's last tokens the prompts of later turns do not have; see `Tokenizer.dropped_end`.
+    """Return the number of tokens at a prompt's end that the prompts of later turns do not repeat.
+
+    The chat template drops these tokens; see `Tokenizer.dropped_end`.
 
     Args:
         token_ids: the prompt.
@@ -188,7 +191,13 @@ def _documents(request: ChatFields, tokenizer: Tokenizer) -> list[Json] | None:
 
 
 def _in_places(items: Sequence[MediaItem], kinds: Sequence[ItemKind]) -> list[MediaItem]:
-    """Return items in the order of their places in the rendered text, of which only the kinds are known."""
+    """Return the items in the order of their places in the rendered text.
+
+    Args:
+        kinds: the kind of item at each place.
+
+    Raises InvalidRequestError if the places do not fit the items.
+    """
     left: dict[str, Iterator[MediaItem]] = {
         kind: iter([item for item in items if item.kind == kind]) for kind in ("image", "video", "audio")
     }
@@ -203,12 +212,12 @@ def _in_places(items: Sequence[MediaItem], kinds: Sequence[ItemKind]) -> list[Me
 
 
 def _arranged(messages: Iterable[ChatMessage], kinds: frozenset[ItemKind]) -> Iterator[ChatMessage]:
-    """Yield messages with media only where chat templates have a place for them.
+    """Yield the messages with all media in messages of the user, because chat templates have no other place for media.
 
-    Media in the results of tools follow these results in a message of the user. If the model does not take them, it
-    sees a note instead, because an agent cannot know what its tools return.
+    Media in a tool's result move to a message of the user after the result. Media that the model does not take become
+    a note in the result, because an agent cannot know what its tools return.
 
-    Raises InvalidRequestError if other messages have media that the model, or messages of their role, cannot have.
+    Raises InvalidRequestError if another message has media that its role cannot have or the model does not take.
     """
     held: list[ContentPart] = []
     for message in itertools.chain(messages, [None]):
@@ -230,7 +239,7 @@ def _arranged(messages: Iterable[ChatMessage], kinds: frozenset[ItemKind]) -> It
 
 
 def _with_notes(message: ChatMessage, kinds: frozenset[ItemKind]) -> ChatMessage:
-    """Return a tool's result as text alone, with notes about media that the model does not take."""
+    """Return a tool's result without media. A note replaces each item of media that the model does not take."""
     if not message.media or not isinstance(message.content, list):
         return message
     texts = [
@@ -257,7 +266,7 @@ def _check_media(message: ChatMessage, kinds: frozenset[ItemKind]) -> None:
 
 
 def _template_kwargs(request: ChatFields) -> Json:
-    """Return the names for the template: those that switch reasoning, unless the client sets them, and the client's."""
+    """Return the further names for the chat template: the client's, and names that switch reasoning on or off."""
     effort = request.reasoning_effort
     if effort is None:
         return request.chat_template_kwargs or {}
@@ -267,7 +276,7 @@ def _template_kwargs(request: ChatFields) -> Json:
 
 
 def _with_tools(messages: list[Json], tools: list[Json], form: ToolForm) -> list[Json]:
-    """Return messages for a template that knows no tools: these and their calls become text."""
+    """Return messages for a template that knows no tools: the tools and their calls become text of messages."""
     rewritten = [_with_text(message, form) for message in messages]
     if not tools:
         return rewritten

@@ -1,4 +1,4 @@
-"""The bodies of conversations: messages, tools and the choice among them."""
+"""The parts of a conversation's body: messages, tools and the choice among the tools."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-"""Types of parts of a message's content that are texts, and the field with the text."""
+"""Types of parts of a message's content that are texts, and the name of the field with the text."""
 
 
 _OWN_FIELDS = frozenset({*_TEXT_PARTS.values(), "annotations", "logprobs", "signature"})
-"""Fields of these parts that are no business of a chat template."""
+"""Fields of text parts that are never passed to a chat template."""
 
 
 class CacheControl(Body):
-    """A cache breakpoint: the prompt up to here will be sent again."""
+    """A cache breakpoint: the client expects to send the prompt up to this place again, within `ttl`."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class TextPart(Body):
-    """A part of a message's content. All kinds of text are read as `text`.
+    """A text part of a message's content. All types of texts are read as `text`.
 
     Further fields are for chat templates that name them, such as the `source_lang_code` of TranslateGemma.
     """
@@ -65,7 +65,7 @@ class TextPart(Body):
 
     @property
     def further_fields(self) -> Json:
-        """The fields that a chat template may name."""
+        """The part's further fields, which a chat template may name."""
         return {name: value for name, value in (self.model_extra or {}).items() if name not in _OWN_FIELDS}
 
     def for_template(self) -> Json:
@@ -73,7 +73,7 @@ class TextPart(Body):
 
 
 def kind_of_part(data: Any) -> str:
-    """Return the tag of a part of a message's content. It is no field's name, for which an error might take it."""
+    """Return the tag that tells text from media among a message's parts. It is no field's name, for clear errors."""
     kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
     return "media part" if isinstance(kind, str) and kind in MEDIA_TYPES else "text part"
 
@@ -84,7 +84,7 @@ ContentPart = Annotated[
 
 
 def text_of(content: str | Sequence[ContentPart]) -> str:
-    """Return the texts of a content, joined by newlines."""
+    """Return the texts of a message's content, joined by newlines."""
     if isinstance(content, str):
         return content
     return "\n".join(part.text for part in content if isinstance(part, TextPart))
@@ -99,7 +99,7 @@ def _with_joined_texts(parts: Sequence[ContentPart]) -> list[ContentPart]:
 
 
 def _as_clients_write(schema: Json) -> None:
-    """Change the JSON schema of TextPart into that of what clients send: strings, and parts of each kind."""
+    """Change the JSON schema of TextPart into the schema of what clients send: a string, or a part of each type."""
     about = {key: schema.pop(key) for key in tuple(schema)}
     text = {"type": "string"}
     kinds = [
@@ -114,7 +114,7 @@ class FunctionCall(Body):
 
     name: str = Field(min_length=1)
     arguments: str | Json | None = None
-    """JSON text, as the API returns it, or the object itself."""
+    """The arguments as JSON text, as the API returns them, or as an object."""
 
 
 class ToolCall(Body):
@@ -126,9 +126,9 @@ class ToolCall(Body):
 
 
 class ArgumentsObject(dict[str, Any]):
-    """Arguments for a chat template: an object, which is its JSON text where the template joins it with strings.
+    """A call's arguments for a chat template: an object that becomes its JSON text if the template adds it to a string.
 
-    Most templates write `arguments | tojson`; others expect the text of the API.
+    Most templates write `arguments | tojson`; others expect the JSON text of the API.
     """
 
     def __init__(self, values: Json, text: str) -> None:
@@ -155,14 +155,14 @@ class ChatMessage(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None
-    """A breakpoint at the end of the content."""
+    """A cache breakpoint at the end of the content; None if there is none."""
     _joins_texts: bool = PrivateAttr(False)
 
     @staticmethod
     def of_blocks(role: str, blocks: list[ContentPart], **fields: Any) -> ChatMessage:
-        """Return a message whose neighbouring texts are joined by newlines, whatever the chat template would do.
+        """Return a message of content blocks, with neighbouring texts joined by newlines.
 
-        Clients of the Messages API write paragraphs as blocks, and most templates would join them without a space.
+        Clients of the Messages API write paragraphs as blocks. Most chat templates would join these without a space.
         """
         message = ChatMessage(role=role, content=blocks, **fields)
         message._joins_texts = True
@@ -177,7 +177,7 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str | None:
-        """The content as one text; None if there is none."""
+        """The content as one text; None if there is no content."""
         return None if self.content is None else text_of(self.content)
 
     @property
@@ -187,13 +187,13 @@ class ChatMessage(Body):
 
     @property
     def part_fields(self) -> set[str]:
-        """The names of the further fields of the message's texts."""
+        """The names of all further fields of the message's text parts."""
         parts = self.content if isinstance(self.content, list) else []
         return {name for part in parts if isinstance(part, TextPart) for name in part.further_fields}
 
     @property
     def written_arguments(self) -> list[str]:
-        """The arguments of its tool calls that are texts, which `for_template` reads as JSON."""
+        """The arguments of the message's tool calls, if they are texts, which `for_template` will read as JSON."""
         given = [call.function.arguments for call in self.tool_calls or ()]
         return [arguments for arguments in given if isinstance(arguments, str)]
 
@@ -201,7 +201,7 @@ class ChatMessage(Body):
         """Return the message as a chat template reads it.
 
         Args:
-            takes_parts: whether the template reads lists of texts. A list with media stays a list anyway.
+            takes_parts: whether the template reads lists of texts. If not, texts are joined, unless there are media.
         """
         content: object = self.text
         if isinstance(self.content, list) and (self.media or (takes_parts and not self._joins_texts)):
@@ -268,14 +268,14 @@ def _kind_of_choice(data: Any) -> str:
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""The choice among the tools that a model is told of."""
+"""The choice among the tools in a model's prompt."""
 WantedToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")]
     | Annotated[AllowedChatTools, Tag("allowed")]
     | Annotated[NamedTool, Tag("named")],
     Discriminator(_kind_of_choice),
 ]
-"""The choice that a client sends."""
+"""The choice among tools in a client's body, where it may also name allowed tools."""
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -283,7 +283,7 @@ Tools = Annotated[list[ToolDefinition], Field(min_length=1)]
 
 
 def _finite(text: str) -> float:
-    """Return the number that a text means, or the largest double of its sign: JSON cannot write infinity."""
+    """Return the number that a text spells. Replace infinity, which JSON cannot write, by the largest double."""
     largest = sys.float_info.max
     return min(max(float(text), -largest), largest)
 

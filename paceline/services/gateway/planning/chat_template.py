@@ -25,7 +25,7 @@ _OWN_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt
 _REASONING_NAMES = ("reasoning", "reasoning_content", "thinking")
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 _FIRST, _SECOND = "zeroth6", "nextafter6"
-"""Texts that no template has."""
+"""Texts of test messages, which no template contains itself."""
 _TOOL: Message = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _CALL: Message = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": {}}}
 _SYSTEM: Message = {"role": "system", "content": "a"}
@@ -36,7 +36,7 @@ _BEFORE: Mapping[str, Sequence[Message]] = {
     "assistant": (_ASKED,),
     "tool": (_ASKED, {"role": "assistant", "content": "", "tool_calls": [_CALL]}),
 }
-"""Roles, and messages that come before a message of this role in a conversation."""
+"""For each role, the messages that must come before a message of this role in a conversation."""
 
 
 class ChatTemplate:
@@ -84,8 +84,8 @@ class ChatTemplate:
             add_generation_prompt: whether the prompt ends with the beginning of the model's answer.
             continue_final_message: whether the prompt ends inside the last message, so that the model continues it.
             template_kwargs: further names that the template can use.
-            tools: the functions that the model may call, as in a request; None if there are none.
-            documents: texts with which the model answers, as in a request; None if there are none.
+            tools: the functions that the model may call, in the form of a request's `tools`; None if there are none.
+            documents: texts that the answer shall use, in the form of a request's `documents`; None if there are none.
             now: local time for the template; None is the present.
 
         Raises:
@@ -126,11 +126,11 @@ class ChatTemplate:
         return render(merged, add_generation_prompt, given)
 
     def two_turns(self, template_kwargs: Mapping[str, Any]) -> tuple[str, str]:
-        """Return a prompt, and the prompt of a later turn of the same conversation.
+        """Return the prompt of a conversation's first turn, and the prompt of its second turn.
 
         Templates of models that reason often begin the answer with a mark such as <think>, and drop the mark together
-        with the reasoning as soon as the answer belongs to an earlier turn. The two prompts differ from there on.
-        Returns the same prompt twice if they differ in more than the beginning of the answer.
+        with the reasoning as soon as the answer belongs to an earlier turn. Then the two prompts differ from the
+        beginning of the answer on. Returns the first prompt twice if they differ before.
 
         Raises InvalidRequestError if the template refuses such a conversation.
         """
@@ -144,14 +144,17 @@ class ChatTemplate:
 
     @cached_property
     def roles_with_parts(self) -> frozenset[str]:
-        """The roles whose messages may have a list of texts as content.
+        """The roles for which the template reads a list of texts as content.
 
-        For others, templates fail, or write the list as Python or JSON does.
+        For all other roles, the template fails, or writes the list itself into the prompt, as Python or JSON would.
         """
         return frozenset(role for role in _BEFORE if self._reads_parts(role))
 
     def _reads_parts(self, role: str) -> bool:
-        """Return whether the template reads a list wherever it reads a text, with or without tools and instructions."""
+        """Return whether the template reads a list of texts whenever it reads a text for this role.
+
+        Both are tried with and without tools and a system message.
+        """
         parts = [{"type": "text", "text": text} for text in (_FIRST, _SECOND)]
         readings = []
         for tools, system in itertools.product((None, [_TOOL]), ([], [_SYSTEM] if role != "system" else [])):
@@ -213,7 +216,7 @@ class ChatTemplate:
 
 
 def _shorten_ids(message: dict[str, Any]) -> None:
-    """Give the tool calls of a message ids of nine letters and digits. Equal ids stay equal."""
+    """Replace the ids of a message's tool calls by ids of nine letters and digits. Equal ids stay equal."""
 
     def short(call_id: object) -> str:
         text = str(call_id)
@@ -227,7 +230,7 @@ def _shorten_ids(message: dict[str, Any]) -> None:
 
 
 def _text(content: object) -> str:
-    """Return a content as one text."""
+    """Return a message's content as one text, its parts joined by newlines; "" if it has no text."""
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content if "text" in part)
     return content if isinstance(content, str) else ""
@@ -236,7 +239,8 @@ def _text(content: object) -> str:
 def _with_one_system_message(conversation: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Return the conversation with all system messages joined into one at its beginning.
 
-    Some templates refuse later ones. Returns None if there are none that could be joined.
+    Some templates refuse later system messages. Returns None if there is nothing to join: no system message, or only
+    the first message.
     """
     texts = [_text(message.get("content")) for message in conversation if message.get("role") == "system"]
     others = [message for message in conversation if message.get("role") != "system"]

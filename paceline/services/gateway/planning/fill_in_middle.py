@@ -16,7 +16,7 @@ _FORMS = (
     "<[fim-suffix]>{suffix}<[fim-prefix]>{prefix}<[fim-middle]>",  # Seed Coder
     "[SUFFIX]{suffix}[PREFIX]{prefix}",  # Codestral
 )
-"""How families of models write such prompts. The parts in front of, between and after the texts are tokens."""
+"""Form of such a prompt for each family of models. The parts around `{prefix}` and `{suffix}` are special tokens."""
 
 
 def fill_in_middle(prefix: str, suffix: str, own_tokens: Container[str]) -> str:
@@ -26,7 +26,7 @@ def fill_in_middle(prefix: str, suffix: str, own_tokens: Container[str]) -> str:
         own_tokens: the texts of the tokens that were added to the model's vocabulary.
 
     Raises:
-        InvalidRequestError: the model has no tokens for it.
+        InvalidRequestError: the model has no tokens for such prompts.
     """
     for form in _FORMS:
         if all(piece in own_tokens for piece in re.split(r"\{\w+\}", form) if piece):

@@ -31,11 +31,11 @@ Kind: TypeAlias = common_pb2.WorkKind.ValueType
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model, with the limits of its workers and of this server."""
+    """A model as planning sees it: its tokenizer and forms, and the limits of its workers and of this server."""
 
     tokenizer: Tokenizer
     max_model_len: int
-    """Longest context of any worker that can run the request, in tokens; 0 if there is no worker."""
+    """Longest context, in tokens, of any worker that can run the request; 0 if there is no worker."""
     forms: AnswerForms = AnswerForms()
     """How the model writes reasoning and tool calls."""
     rules: LogprobRules = LogprobRules()
@@ -47,32 +47,32 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """One prompt and the parameters of its continuation."""
+    """One prompt of a request, and the parameters of the answers to it."""
 
     text: str | None
-    """None if the client sent token ids, or if the prompt was truncated."""
+    """The prompt's text; None if the client sent token ids, or if the prompt was truncated."""
     token_ids: list[int]
     sampling: SamplingParams
     answer: AnswerPlan | None = None
-    """How answers are read; None if they are nothing but content."""
+    """How the text of answers is read; None if answers have only content, without reasoning and tool calls."""
     media: tuple[MediaSpan, ...] = ()
-    """Runs of placeholder tokens, in order."""
+    """Runs of placeholder tokens in the prompt, in order."""
     inputs: tuple[MediaInput, ...] = ()
     """The encoder's input for each of `media`."""
     offsets: list[tuple[int, int]] | None = None
-    """The characters of the client's text, or of the rendered chat, for which each token stands; None if not wanted."""
+    """For each token, the characters (begin, end) of the client's text or of the rendered chat; None if not wanted."""
     marks: tuple[Mark, ...] = ()
-    """The client's cache breakpoints."""
+    """Cache breakpoints that the client has set in the prompt."""
     dropped_tokens: int = 0
-    """Number of last tokens that the prompts of later turns do not have; see `Tokenizer.dropped_end`."""
+    """Number of tokens at the prompt's end that prompts of later turns do not repeat; see `Tokenizer.dropped_end`."""
     shared_tokens: int = 0
-    """Tokens at the front whose blocks all owners share; see `SharedPrompts`."""
+    """Number of tokens at the prompt's front whose blocks all owners share; see `SharedPrompts`."""
     wanted: WantedConstraint | None = None
-    """The constraint of the answers, before it has been made; None if they may have any form."""
+    """The request's fields from which the answers' constraint will be made; None if answers may have any form."""
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the prompt and the longest answer together."""
+        """Number of tokens of the prompt and its longest allowed answer together."""
         return len(self.token_ids) + self.sampling.max_tokens
 
 
@@ -86,47 +86,47 @@ class Plan:
     include_stop: bool
     skip_special_tokens: bool
     cache_salt: str
-    """The salt that the client has chosen. In a request that runs, the one that `CacheSalts` has derived from it."""
+    """Salt of the cached blocks: at first the client's `cache_salt` or "", later the salt that `CacheSalts` derives."""
     wanted_priority: int | None = None
-    """The priority that the client wants; None if it does not say."""
+    """The priority in the request's body, lower is more urgent; None if it has none."""
     priority: int = 0
     """The priority with which the request runs, which depends on the caller; lower is more urgent."""
     request_class: str = DEFAULT
-    """Class of the caller's key; "background" for lines of batches."""
+    """Request class of the caller's key; "background" for lines of batches."""
     seconds: float | None = None
-    """Time after which the client gives up; None if it did not say."""
+    """Client's limit for the whole request, in seconds from arrival; None if there is none."""
     waited: float = 0.0
-    """Seconds of `--queue-seconds` that the request has used up before it was planned, because no worker was ready."""
+    """Seconds that the request waited for a ready worker before planning. They count towards `--queue-seconds`."""
     ttft_seconds: float | None = None
-    """Time within which the client wants the first token; None if it did not say."""
+    """Client's limit for the time to first token, in seconds from arrival; None if there is none."""
     background: bool = False
-    """Whether nobody waits for the answer, so that it may only use what is idle."""
+    """Whether the request is a line of a batch, which may use only idle places of workers."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
-    """SCORE if nothing is to be generated (max_tokens 0 with echo)."""
+    """Kind of work for workers: SCORE if only the prompt is scored (`echo` with `max_tokens` 0), else GENERATE."""
     repetition: RepetitionDetection | None = None
-    """When answers that repeat themselves end; None if they go on."""
+    """When to end an answer that repeats itself; None never ends it for that."""
     logprobs_as_ids: bool = False
-    """Whether logprobs name tokens by their ids."""
+    """Whether logprobs name a token by its id instead of its text."""
     session_id: str = ""
-    """The client's name of the conversation; "" if there is none."""
+    """The client's id of the conversation, for traces; "" if there is none."""
     retention: str | None = None
-    """How long the client wants the prompt to be cached, a key of RETENTION_SECONDS; None if it does not say."""
+    """The client's `prompt_cache_retention`, a key of RETENTION_SECONDS; None if there is none."""
     cache_key: str = ""
-    """The client's `prompt_cache_key`, which its prompts with a common beginning share; "" if there is none."""
+    """The client's `prompt_cache_key`, equal for prompts with a common beginning; "" if there is none."""
     learnt: Learnt | None = None
-    """An expectation of the gateway's own about the next use of the contexts."""
+    """The gateway's own expectation about the next use of the contexts; None if it has none."""
     owner: str = ""
     """Digest of the client's key."""
     has_seed: bool = False
-    """Whether the client gave a seed."""
+    """Whether the client gave a seed. If not, `seeded` sets one."""
 
     rendered_at: datetime.datetime | None = None
     """Local time that the chat template saw; None if there was no template."""
 
     def prompt_of(self, index: int) -> PromptPlan:
-        """Return the prompt of the choice with this index, with the seed of the choice.
+        """Return the prompt of the choice with this index, and the choice's seed in its sampling parameters.
 
-        The choices of a prompt are next to each other. Each prompt of a list gets the tokens that it would get alone.
+        Choices `i * n` to `i * n + n - 1` belong to prompt i. A prompt's seeds do not depend on its place in the list.
         """
         which, sibling = divmod(index, self.n)
         prompt = self.prompts[which]
@@ -140,13 +140,13 @@ class Plan:
         )
 
     def kept_tokens(self, prompt: PromptPlan) -> int:
-        """Return how many tokens of a prompt later prompts probably begin with; 0 if none are expected."""
+        """Return the number of tokens at a prompt's front that later prompts probably repeat; 0 if none."""
         if self.background or self.kind != common_pb2.WORK_KIND_GENERATE:
             return 0
         return len(prompt.token_ids) - prompt.dropped_tokens
 
     def seeded(self, seed: int) -> Plan:
-        """Return the plan with seeds that follow from a number of 64 bits, if the client gave no seed."""
+        """Return the plan with prompts' seeds derived from `seed` (64 bits); unchanged if the client gave a seed."""
         if self.has_seed:
             return self
         seeds = (derived_seed(seed, index) for index in range(len(self.prompts)))
@@ -159,18 +159,18 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """The way in which the answers of a request are read."""
+    """How the answers of a request are read into content, reasoning and tool calls."""
 
     read: Callable[[Answer], Steps[None]]
-    """The computation that reads one answer."""
+    """The generator function that reads one answer."""
     kept_token_ids: frozenset[int]
-    """Special tokens whose text the parser needs."""
+    """Ids of special tokens that stay in the text, because the parser needs them."""
     new_call_id: Callable[[], str] = new_call_id
-    """Returns an id for a tool call."""
+    """Function that returns a new id for a tool call."""
 
 
 def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, prompt: str) -> AnswerPlan | None:
-    """Return how the answers of a request are read; None if they are nothing but content.
+    """Return how the answers to a chat are read; None if they have only content, without reasoning and tool calls.
 
     Args:
         prompt: the rendered conversation.

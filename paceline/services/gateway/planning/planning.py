@@ -1,4 +1,4 @@
-"""Making the plan of a request of each endpoint. Pure functions."""
+"""Makes plans from the requests of each endpoint. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def kind_of(request: GenerationRequest) -> Kind:
-    """Return the kind of work that a request asks for."""
+    """Return the kind of work that a request asks for: SCORE if `max_tokens` is 0, else GENERATE."""
     return common_pb2.WORK_KIND_SCORE if request.max_tokens == 0 else common_pb2.WORK_KIND_GENERATE
 
 
@@ -72,10 +72,10 @@ def plan_completion(request: CompletionRequest, model: ServedModel) -> Plan:
 
 
 def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:
-    """Return the plan of POST /v1/chat/completions. Errors are as for `plan_completion`.
+    """Return the plan of POST /v1/chat/completions. Raises the errors of `plan_completion`.
 
     Args:
-        media: what stands in the prompt for each image, video or audio clip.
+        media: the tokens that stand in the prompt for each image, video or audio clip.
     """
     tokenizer, forms, rules = model.tokenizer, model.forms, model.rules
     rendered = render_chat(request, tokenizer, forms, model.now)
@@ -109,7 +109,7 @@ def plan_chat(request: ChatRequest, model: ServedModel, media: Expansions = NO_I
 
 
 def plan_chats(requests: Sequence[ChatRequest], model: ServedModel, media: Expansions = NO_ITEMS) -> Plan:
-    """Return one plan of several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
+    """Return one plan for several chats, whose fields are equal except for `messages`. Errors name `messages[i]`."""
     plans = []
     for index, request in enumerate(requests):
         with _renamed({"messages": f"messages[{index}]"}):
@@ -118,7 +118,7 @@ def plan_chats(requests: Sequence[ChatRequest], model: ServedModel, media: Expan
 
 
 def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
-    """Return the plan of POST /inference/v1/generate. Errors are as for `plan_completion`."""
+    """Return the plan of POST /inference/v1/generate. Raises the errors of `plan_completion`."""
     params, tokenizer, rules = request.sampling_params, model.tokenizer, model.rules
     check_no_media(request.token_ids, tokenizer, "token_ids")
     with in_sampling_params():
@@ -134,14 +134,15 @@ def plan_tokens(request: TokensRequest, model: ServedModel) -> Plan:
 
 
 _MOST_SCORED_TOKENS = 4 << 20
-"""Largest number of tokens of all pairs of a request together. The same query is in each of them."""
+"""Largest number of tokens of all pairs of a request together. Each pair repeats the query."""
 
 
 def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Sequence[int], model: ServedModel) -> Plan:
-    """Return a plan for the logprobs of given tokens after each prompt. One token is generated, which does not matter.
+    """Return a plan that reports the logprobs of given tokens after each prompt. One token is generated and not used.
 
     Args:
-        prompts: for each prompt the field of the request that it comes from, and its rendered text or its token ids.
+        prompts: for each prompt, the field of the request that it comes from, and its rendered text or token ids.
+        token_ids: ids of the tokens whose logprobs are wanted.
 
     Raises the errors of `plan_completion`, and InvalidRequestError if all prompts together are too long.
     """
@@ -165,13 +166,17 @@ def plan_scores(prompts: Iterable[tuple[str, str | list[int]]], token_ids: Seque
 
 
 def in_sampling_params() -> contextlib.AbstractContextManager[None]:
-    """Rename the fields that errors name to those of POST /inference/v1/generate."""
+    """Return a context in which errors name sampling parameters by their paths in POST /inference/v1/generate."""
     return _renamed({name: f"sampling_params.{name}" for name in TokenSampling.model_fields})
 
 
 @contextlib.contextmanager
 def _renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Rename the fields that errors name, where a request has them in other places."""
+    """Rename the fields in errors that are raised while the block runs.
+
+    Args:
+        names: for each field its path in the client's request.
+    """
     try:
         yield
     except InvalidRequestError as error:
@@ -180,7 +185,7 @@ def _renamed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _check_length(text: str, request: GenerationRequest, model: ServedModel, param: str) -> None:
-    """Raise ContextLengthError if a text is certainly too long, because to tokenize a large text takes seconds."""
+    """Raise ContextLengthError if a text is certainly too long. This saves tokenizing it, which may take seconds."""
     longest_token = model.tokenizer.longest_token
     if request.truncate_prompt_tokens is None and len(text) > model.max_model_len * longest_token > 0:
         raise ContextLengthError(
@@ -217,15 +222,15 @@ def _plan(request: GenerationRequest, prompts: list[PromptPlan], kind: Kind, rul
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A request's wishes for the answers to its prompts."""
+    """A request's wishes for the answers to its prompts, before the context's length limits them."""
 
     max_tokens: int | None
     default_max_tokens: int
-    """Used if max_tokens is None. What the context has left may be less."""
+    """Largest number of tokens of an answer if `max_tokens` is None, unless the context has room for fewer."""
     logprobs: int | None
-    """Number of most likely tokens to report for each token; None if nothing is to be reported."""
+    """Number of most likely tokens to report for each token of the answer; None if no logprobs are wanted."""
     prompt_logprobs: int | None
-    """The same for the tokens of the prompt."""
+    """Number of most likely tokens to report for each token of the prompt; None if no logprobs are wanted."""
 
 
 def _plan_text(
@@ -236,7 +241,7 @@ def _plan_text(
     token_ids: list[int],
     wanted: _Wanted,
 ) -> PromptPlan:
-    """Return the plan of a prompt that is no conversation. Arguments are as for `_plan_prompt`."""
+    """Return the plan of a prompt that is no conversation. Arguments are those of `_plan_prompt`."""
     prompt = _plan_prompt(request, model, param, text, token_ids, wanted)
     fields = completion_fields(request, model.forms, model.tokenizer, prompt.token_ids)
     return prompt if fields is None else dataclasses.replace(prompt, wanted=fields.wanted())
@@ -279,7 +284,7 @@ def _plan_prompt(
 def _offsets(
     request: GenerationRequest, text: str | None, tokens: int, tokenizer: Tokenizer
 ) -> list[tuple[int, int]] | None:
-    """Return the characters of each token; None if nobody asks, and for prompts that are not the tokens of a text."""
+    """Return the characters (begin, end) of each token; None if they are not wanted, or the tokens have no text."""
     if text is None or not isinstance(request, CompletionRequest | ChatRequest) or not request.return_token_offsets:
         return None
     offsets = tokenizer.offsets(text, request.add_special_tokens)

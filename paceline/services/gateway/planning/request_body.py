@@ -18,7 +18,7 @@ from paceline.services.gateway.http.errors import ApiError
 log = logging.getLogger(__name__)
 
 _SERVED_ANYWAY = frozenset({"metadata", "prediction", "safety_identifier", "service_tier", "store"})
-"""Known fields that are accepted and have no effect here."""
+"""Known fields that are accepted without effect."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "adapter_id": (),
@@ -63,14 +63,14 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "xtc_probability": (0,),
 }
-"""Fields that change answers and that a body refuses if it does not have them. Each has the values that are accepted
-because they ask for nothing."""
+"""Fields that change answers, so that a body without support for such a field refuses it. The values listed for each
+field ask for nothing and are accepted."""
 
 
 class FailFast(BaseModel):
     """A model whose lists and objects end at their first error, because a million errors would fill the memory.
 
-    A field for an integer takes 5.0, too: JSON has one kind of numbers, and some clients write each with a point.
+    A field for an integer also takes 5.0: JSON has one kind of numbers, and some clients write all with a point.
     """
 
     @classmethod
@@ -94,7 +94,7 @@ class FailFast(BaseModel):
 
 
 def _whole(value: object) -> object:
-    """Return a number without a fraction as an integer, and all else as it is."""
+    """Return a float without a fraction as an integer, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -106,7 +106,7 @@ class Body(FailFast):
 
 
 class NamedRequest(Body):
-    """Base class of all bodies: the name of the model, and the check for unsupported and unknown fields."""
+    """Base class of whole bodies: has the name of the model, refuses unsupported fields and warns of unknown ones."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema: _allow_null(schema))
 
@@ -130,7 +130,7 @@ class NamedRequest(Body):
 
 
 def warn_of_hosted_tools(kinds: Iterable[str]) -> None:
-    """Log the tools of a request that only OpenAI's or Anthropic's servers have."""
+    """Log a warning with the types of a request's tools that only OpenAI's or Anthropic's servers have."""
     if listed := ", ".join(map(repr, kinds)):
         log.warning("a request holds tools that this server cannot run; the model is not told of them: %.300s", listed)
 

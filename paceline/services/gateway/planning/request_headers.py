@@ -1,4 +1,4 @@
-"""The headers of a request that say how it runs, besides its body."""
+"""The headers that say how a request runs: deadlines, priority, session, and the key that makes it idempotent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_KEY_CHARACTERS = 255
 
 
 def timeout_of(request: Request) -> float | None:
-    """Return the seconds from its arrival after which a request's client gives up; None if the client did not say.
+    """Return the client's limit for a request, in seconds from arrival; None if the request has no such header.
 
     Raises ApiError if the header X-Request-Timeout is not valid.
     """
@@ -31,10 +31,10 @@ def timeout_of(request: Request) -> float | None:
 
 
 def id_of_made(request: Request) -> str:
-    """Return 32 hexadecimal digits for the id of what a request makes.
+    """Return 32 hexadecimal digits for the id of the object that a request makes, such as a response or a batch.
 
-    They are random, or a digest of the caller, the path and the header Idempotency-Key. So a request that is sent
-    again, because its answer did not come, finds what it has made.
+    The digits are random, or a digest of the caller, the path and the header Idempotency-Key. So a client that repeats
+    a request, because no answer came, gets the object that its first try made.
 
     Raises ApiError if the header is not valid.
     """
@@ -49,16 +49,20 @@ def id_of_made(request: Request) -> str:
 
 
 def key_was_used(made: str) -> ApiError:
-    """Return the error of a request whose Idempotency-Key an earlier one with another body had."""
+    """Return the error for an Idempotency-Key that an earlier request with another body had.
+
+    Args:
+        made: id of the object that the earlier request made.
+    """
     message = f"{IDEMPOTENCY_KEY}: an earlier request with this key had another body and made {made}; take a new key"
     return ApiError(422, message, param=IDEMPOTENCY_KEY, code="idempotency_key_reused")
 
 
 def with_headers(plan: Plan, request: Request) -> Plan:
-    """Return the plan with its client, the values of headers, and a priority that the caller may have.
+    """Return the plan with the request's owner and class, its headers' values, and a priority that the key allows.
 
-    As in vLLM, the header's priority replaces the body's. X-Request-Timeout has the seconds until the client gives up,
-    and X-SLO-TTFT-MS, which llm-d reads, too, the milliseconds within which it wants the first token.
+    As in vLLM, the header's priority replaces the body's. X-Request-Timeout is the client's limit for the request in
+    seconds. X-SLO-TTFT-MS, which llm-d also reads, is its limit for the time to first token in milliseconds.
 
     Raises ApiError if a header is not valid.
     """
@@ -92,7 +96,11 @@ def _priority(plan: Plan, request: Request) -> int | None:
 
 
 def _positive(request: Request, name: str, unit: str) -> float | None:
-    """Return the number in a header; None if the request does not have it."""
+    """Return the positive number in a header; None if the request has no such header. Raises ApiError if it is wrong.
+
+    Args:
+        unit: unit of the number, for the error.
+    """
     header = request.headers.get(name)
     if header is None:
         return None

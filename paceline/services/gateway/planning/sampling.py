@@ -15,7 +15,7 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 T = TypeVar("T")
 
 LEAST_TOP_P = 1e-9
-"""The top_p that workers get for 0. Both leave the best token alone."""
+"""The `top_p` that workers get instead of 0. Either value leaves only the most likely token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,18 @@ class LogprobRules:
     """Largest number of tokens for which a request may want logprobs at each position; -1 allows the whole
     vocabulary."""
     as_ids: bool = False
-    """Whether tokens are named by their ids if a request does not say it."""
+    """Whether logprobs name tokens by their ids if the request does not choose."""
 
 
 def logprob_count(wanted: int | None, param: str, rules: LogprobRules, tokenizer: Tokenizer) -> int | None:
-    """Return the number of most likely tokens to report; None if there is nothing to report."""
+    """Return the number of most likely tokens to report at each position; None if no logprobs are wanted.
+
+    Args:
+        wanted: the number in the request; -1 for the whole vocabulary, None for no logprobs.
+        param: the field with this number, for errors.
+
+    Raises InvalidRequestError if the request may not have so many.
+    """
     if wanted is None:
         return None
     most = tokenizer.vocab_size if rules.most < 0 else min(rules.most, tokenizer.vocab_size)
@@ -83,12 +90,12 @@ def resolve_sampling(
 
 
 def gives_seed(request: GenerationRequest) -> bool:
-    """Return whether the client gave a seed. -1 means that it did not."""
+    """Return whether the client gave a seed. The value -1 counts as none."""
     return request.seed not in (None, -1)
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of a prompt whose client gave none. Every gateway returns the same.
+    """Return the seed of a prompt whose client gave no seed. Every gateway derives the same seed.
 
     Args:
         seed: the number that was drawn for the request.
@@ -102,7 +109,7 @@ def _either(value: T | None, default: T) -> T:
 
 
 def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequestError, naming `param` and the ids, if ids are not in the vocabulary."""
+    """Raise InvalidRequestError, which names `param` and the ids, if token ids are not in the vocabulary."""
     if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
         raise InvalidRequestError(
             f"{param}: token ids {_some(outside)} are out of vocabulary, which has {vocab_size} tokens", param
@@ -110,7 +117,7 @@ def check_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
 
 
 def check_no_media(token_ids: Sequence[int], tokenizer: Tokenizer, param: str) -> None:
-    """Raise InvalidRequestError if ids belong to media, which a prompt of ids cannot have."""
+    """Raise InvalidRequestError if token ids belong to media, which a prompt of token ids cannot have."""
     if found := [token_id for token_id in token_ids if token_id in tokenizer.reserved_ids]:
         raise InvalidRequestError(
             f"{param}: token ids {_some(found)} belong to images, videos or audio, which a prompt of token ids cannot "
@@ -145,15 +152,15 @@ def _logit_bias(request: GenerationRequest, vocab_size: int) -> dict[int, float]
 
 
 def _some(values: list[T]) -> str:
-    """Return the first values as text, for a message of bounded length."""
+    """Return the first values and the number of others as text, for a message of bounded length."""
     shown = ", ".join(repr(value)[:40] for value in values[:5])
     return shown + (f" and {len(values) - 5} more" if len(values) > 5 else "")
 
 
 def sequences_of(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of words, each at the beginning of a text and after a space, as vLLM does.
+    """Return the token sequences of `bad_words`: each word at the beginning of a text, and after a space, as in vLLM.
 
-    Other ways to spell a word in tokens remain possible.
+    Other token sequences that spell a word stay possible.
 
     Raises:
         InvalidRequestError: a word is not valid Unicode.

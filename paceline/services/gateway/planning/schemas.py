@@ -25,7 +25,7 @@ from paceline.services.gateway.planning.request_body import Body, NamedRequest
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKENS = 128
 MAX_BIASES, MAX_STOP_IDS = 1024, 1024
-"""Largest number of entries of `logit_bias` and `stop_token_ids`. Each choice takes all of them to its worker."""
+"""Largest number of entries of `logit_bias` and `stop_token_ids`. Each choice sends all of them to its worker."""
 MAX_PATTERN_TOKENS = 1024
 MAX_SESSION_CHARACTERS = 256
 
@@ -45,9 +45,9 @@ class RepetitionDetection(Body):
     max_pattern_size: int = Field(0, ge=0, le=MAX_PATTERN_TOKENS)
     """Largest number of tokens of a pattern; 0 turns the detection off."""
     min_pattern_size: int = Field(0, ge=0)
-    """Least tokens of a pattern; 0 means 1."""
+    """Smallest number of tokens of a pattern; 0 counts as 1."""
     min_count: int = Field(0, ge=0)
-    """How often the pattern has to come."""
+    """Number of repetitions in a row that end the answer, at least 2."""
 
     @model_validator(mode="after")
     def _check_sizes(self) -> RepetitionDetection:
@@ -60,7 +60,7 @@ class RepetitionDetection(Body):
 
 
 class GenerationRequest(NamedRequest, ContentFields):
-    """The fields that completions and chat completions share. None always means that the field is not given."""
+    """The fields that completions and chat completions share. None means that the client did not send the field."""
 
     max_tokens: int | None = Field(None, ge=0)
     min_tokens: int = Field(0, ge=0)
@@ -85,7 +85,7 @@ class GenerationRequest(NamedRequest, ContentFields):
     logprob_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_LOGPROB_TOKENS)] | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: int | None = Field(None, ge=-1)
-    """The largest number of tokens of reasoning; -1 is no limit."""
+    """Largest number of tokens of reasoning; -1 is no limit."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool = False
@@ -96,12 +96,12 @@ class GenerationRequest(NamedRequest, ContentFields):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Those of other keys are not shared whatever it is."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     request_id: str | None = None
     session_id: str | None = Field(None, max_length=MAX_SESSION_CHARACTERS)
-    """Shown in the request's trace, so that all requests of a conversation can be found."""
+    """The client's id of the conversation. Traces show it, so that all requests of a conversation can be found."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Default: the priority of the key."""
+    """Priority of the request, lower is more urgent. Default: the priority of the key."""
     prompt_cache_key: str | None = Field(None, max_length=1024)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     user: str | None = None
@@ -122,7 +122,7 @@ class GenerationRequest(NamedRequest, ContentFields):
 
     @property
     def retention(self) -> str | None:
-        """The time for which the client wants the prompt to be cached; None if it does not say."""
+        """The client's wish how long the prompt stays cached, a key of RETENTION_SECONDS; None if it has none."""
         return self.prompt_cache_retention or (None if self.prompt_cache_key is None else "in_memory")
 
     @property
@@ -131,16 +131,16 @@ class GenerationRequest(NamedRequest, ContentFields):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions."""
+    """The body of POST /v1/completions, with OpenAI's and vLLM's fields."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(None, ge=-1)
     echo: bool | None = None
     suffix: str | None = None
-    """Text that comes after the answer."""
+    """Text that shall follow the answer, which fills the gap between prompt and suffix."""
     add_special_tokens: bool = True
     return_token_offsets: bool = False
-    """Whether the rendered request tells which characters each token stands for. No answer of a model does."""
+    """Whether a rendered request has the characters of each token. Answers of models ignore this field."""
 
     @model_validator(mode="after")
     def _check_completion(self) -> CompletionRequest:
@@ -158,7 +158,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each as text or as token ids."""
+        """The prompts of the request, each as text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -171,17 +171,17 @@ class ChatFields(NamedRequest):
 
     messages: list[ChatMessage] = Field(default_factory=list)
     add_generation_prompt: bool | None = None
-    """Default: the opposite of `continue_final_message`."""
+    """Whether the prompt ends with the beginning of an answer. Default: the opposite of `continue_final_message`."""
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
     tools: list[ToolDefinition] | None = None
     documents: list[dict[str, Any]] | None = None
-    """Texts with which the model answers, for chat templates that show them. They usually have a title and a text."""
+    """Documents that the answer shall use, for chat templates that show them. They usually have a title and a text."""
     reasoning_effort: ReasoningEffort | None = None
     cache_control: CacheControl | None = None
-    """A cache breakpoint at the end of the prompt."""
+    """A cache breakpoint at the end of the prompt; None if there is none."""
 
     @model_validator(mode="after")
     def _name_places(self) -> ChatFields:
@@ -200,9 +200,9 @@ class ChatRequest(ChatFields, GenerationRequest):
     """Whether the answer begins with the text of the last message, if its role is "assistant"."""
     add_special_tokens: bool = False
     return_token_offsets: bool = False
-    """Whether the rendered request tells which characters each token stands for. No answer of a model does."""
+    """Whether a rendered request has the characters of each token. Answers of models ignore this field."""
     tool_choice: WantedToolChoice | None = None
-    """Default: auto if there are tools. A choice among some tools removes the others from `tools`."""
+    """Tools that the model may or must call. Default: auto if there are tools. A choice of some removes the others."""
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -231,7 +231,7 @@ class ChatRequest(ChatFields, GenerationRequest):
 
     @property
     def choice(self) -> ToolChoice | None:
-        """The choice among `tools`, without those that are not allowed."""
+        """The choice among `tools`, which no longer has tools that are not allowed; None if there is no choice."""
         choice = self.tool_choice
         return choice.allowed_tools.mode if isinstance(choice, AllowedChatTools) else choice
 
@@ -241,7 +241,8 @@ class TokenizeRequest(ChatFields):
 
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    """Default: true for a text; false for a conversation, because its chat template writes them."""
+    """Whether to add the tokenizer's special tokens. Default: true for a text; false for a conversation, whose chat
+    template writes them."""
     return_token_strs: bool = False
 
     @model_validator(mode="after")

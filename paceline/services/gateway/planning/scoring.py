@@ -1,4 +1,4 @@
-"""Judgement of a document by a causal model: the prompt of a query and a document, and its two possible answers."""
+"""Scores a document for a query by a causal model: the prompt with both, and the two tokens that may answer it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _SYSTEM = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
     'Note that the answer can only be "yes" or "no".'
 )
-"""Qwen3-Reranker was trained with these words."""
+"""The system message of prompts without a template for scores. Qwen3-Reranker was trained with these words."""
 _NO_THINKING: Mapping[str, object] = {"enable_thinking": False}
 
 
 class Scoring:
-    """The prompts and tokens of /score and /rerank.
+    """Prompts for /score and /rerank, and the two tokens whose logprobs give the score.
 
     Args:
-        tokens: the option --score-tokens.
-        template: the option --score-template, a path.
+        tokens: the option --score-tokens; "" for the tokens "yes" and "no".
+        template: the option --score-template, a path; "" for the model's chat template.
 
     Raises:
-        ConfigError: an option is wrong. Defaults that do not fit the model are errors of the first request instead.
+        ConfigError: an option is wrong. If only the defaults do not fit the model, requests raise errors instead.
     """
 
     def __init__(self, tokenizer: Tokenizer, tokens: str, template: str) -> None:
@@ -46,7 +46,7 @@ class Scoring:
 
     @property
     def token_ids(self) -> tuple[int, int]:
-        """Ids of the token for a document that fits and of the other one. Raises InvalidRequestError if unknown."""
+        """Ids of the tokens for "the document fits" and for the contrary. Raises InvalidRequestError if unknown."""
         if self._token_ids is None:
             raise InvalidRequestError(
                 "this model cannot score: yes and no are no single tokens of it; start the gateway with --score-tokens",
@@ -55,7 +55,10 @@ class Scoring:
         return self._token_ids
 
     def render(self, query: str, document: str, instruction: str | None) -> str:
-        """Return the prompt. Raises InvalidRequestError if a template refuses the texts or there is none."""
+        """Return the prompt's text for a query and a document.
+
+        Raises InvalidRequestError if the template refuses the texts, or if there is no template.
+        """
         if self._template is not None:
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             if instruction is not None:
@@ -74,7 +77,7 @@ class Scoring:
         return len(self._tokenizer.encode(text, False))
 
     def cut(self, text: str, limit: int | None) -> str:
-        """Return the beginning of a text that has at most `limit` tokens; None and 0 are no limit."""
+        """Return the longest beginning of a text with at most `limit` tokens; the whole text if it is None or 0."""
         if not limit:
             return text
         ids = self._tokenizer.encode(text, False)
@@ -82,7 +85,11 @@ class Scoring:
         return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]).rstrip("\ufffd")
 
     def margin(self, token: Token) -> float:
-        """Return how much more likely the first token is than the other one: the difference of their logprobs."""
+        """Return the logprob of the token for "fits" minus the logprob of the other token.
+
+        Args:
+            token: the generated token, with the logprobs of both.
+        """
         logprobs = {entry.token_id: entry.logprob for entry in token.logprobs}
         fits, other = self.token_ids
         return logprobs[fits] - logprobs[other]
@@ -90,14 +97,14 @@ class Scoring:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Limits to which documents are cut at their ends, in tokens. None and 0 are no limit."""
+    """Limits in tokens to which documents are cut at their ends. None and 0 are no limit."""
 
     document: int | None
     whole: int | None
-    """Limit of the whole prompt. The document alone is cut for it, because the prompt's end asks for the judgement."""
+    """Limit of the whole prompt. Only the document is cut for it, because the prompt's end asks for the judgement."""
 
     def prompt(self, scoring: Scoring, query: str, document: str, instruction: str | None, place: str) -> str:
-        """Return a prompt. Raises InvalidRequestError if it has no room for any document.
+        """Return the prompt's text, with the document cut. Raises InvalidRequestError if no document has room in it.
 
         Args:
             place: the field of the request that has the document.
@@ -117,10 +124,10 @@ class Cut:
 
 
 def label_probabilities(token: Token, labels: Sequence[int], apply_softmax: bool) -> dict[str, float]:
-    """Return the probability of each label at the place of a token.
+    """Return the probability of each label at the place of a generated token, by the label's id as text.
 
     Args:
-        apply_softmax: whether they sum to 1.
+        apply_softmax: whether the labels' probabilities sum to 1; otherwise those of all tokens do.
     """
     logprobs = {entry.token_id: entry.logprob for entry in token.logprobs}
     most = max(logprobs[label] for label in labels) if apply_softmax else 0.0
@@ -130,12 +137,16 @@ def label_probabilities(token: Token, labels: Sequence[int], apply_softmax: bool
 
 
 def probability(margin: float) -> float:
-    """Return the softmax over two tokens, whose logprobs differ by `margin`, for the first one."""
+    """Return the probability of the first of two tokens, by the softmax over both.
+
+    Args:
+        margin: the first token's logprob minus the second one's.
+    """
     return 1 / (1 + math.exp(-max(-700.0, margin)))
 
 
 def _template(tokenizer: Tokenizer, path: str) -> ChatTemplate | None:
-    """Return the template that has a query and a document; None if the chat template has to do."""
+    """Return the template with roles for a query and a document; None if there is only an ordinary chat template."""
     source = tokenizer.chat_template_source
     if path:
         try:
@@ -148,7 +159,11 @@ def _template(tokenizer: Tokenizer, path: str) -> ChatTemplate | None:
 
 
 def _token_ids(tokenizer: Tokenizer, tokens: str) -> tuple[int, int] | None:
-    """Return the ids of the two tokens; None if there are not two texts, or if one of them is no single token."""
+    """Return the ids of the two texts' tokens; None if there are not two different texts of one token each.
+
+    Args:
+        tokens: the texts, separated by a comma.
+    """
     ids = [tokenizer.encode(text.strip(), False) for text in tokens.split(",")]
     if len(ids) != 2 or any(len(each) != 1 for each in ids) or ids[0] == ids[1]:
         return None

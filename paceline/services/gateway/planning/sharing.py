@@ -1,8 +1,8 @@
-"""Salts, so that only requests of one owner use each other's cached blocks, unless the operator shares them.
+"""Salts of cached blocks: requests of different owners share no blocks, unless the operator allows sharing.
 
-Whoever finds a cached block learns that another request has had the same tokens. So each request gets a salt, which is
-in the names of its blocks. The operator can let keys share theirs, and can name beginnings of prompts, such as system
-prompts, whose blocks all owners share:
+A client that finds a cached block learns that another request has had the same tokens. So each request gets a salt,
+which is part of the names of its blocks. The operator can let keys share blocks, and can name beginnings of prompts,
+such as system prompts, whose blocks all owners share:
 
 [support]
 text = "You are the assistant of …"
@@ -38,7 +38,7 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 _SALT_BYTES = 16
 _LENGTH_BYTES = 8
 _DAYS = 3
-"""Days for which beginnings are kept: templates write the date, and a stream may go on after midnight."""
+"""Days whose tokenized beginnings are kept. Templates write the date, and a stream may go on after midnight."""
 _ADVICE = "docs/operations/security.md shows how to write it"
 
 NO_FORMS = AnswerForms()
@@ -47,14 +47,14 @@ log = logging.getLogger(__name__)
 
 
 class CacheSalts:
-    """Derives the salt of a request's blocks from its owner and the `cache_salt` that its client has chosen.
+    """Derives the salt of a request's blocks from the caller and the `cache_salt` that the client has chosen.
 
-    All gateways of a cluster derive the same salts, also after a restart. No client can choose a salt that another
-    domain has, and whoever sees the names of blocks cannot guess prompts without the cluster's secret.
+    All gateways of a cluster derive the same salts, also after a restart. No client can choose the salt of another
+    domain. Someone who sees the names of blocks but not the cluster's secret cannot guess prompts from the names.
 
     Args:
         secret: the cluster's secret.
-        shares_all: whether all callers are one domain.
+        shares_all: whether all callers share blocks with each other.
     """
 
     def __init__(self, secret: Secret, shares_all: bool = False) -> None:
@@ -74,7 +74,7 @@ class CacheSalts:
         return hashlib.blake2b(data, digest_size=_SALT_BYTES, key=self._key).hexdigest()
 
     def _domain(self, caller: Caller) -> tuple[str, str]:
-        """Return the kind and the name of the domain within which a caller shares blocks."""
+        """Return the kind and the name of the domain of a caller. Callers of one domain share blocks."""
         if self._shares_all:
             return "all", ""
         return ("group", caller.share_cache) if caller.share_cache else ("owner", caller.owner)
@@ -83,14 +83,14 @@ class CacheSalts:
 class SharedPrompts:
     """Beginnings of prompts that the operator has named, and whose blocks all owners share.
 
-    A text counts as the beginning of a prompt, and as the first message if its role is "system". Then the beginning is
-    what the chat template writes up to the end of the text, if there are no tools. Only the operator's text, the
-    template's and the date are in it, so nothing of a client is shared.
+    A text is shared as the beginning of a prompt, and as the system message at the beginning of a chat without tools.
+    For a chat, the shared tokens end where the chat template has written the text. They come from the operator's text,
+    the template and the date alone, so nothing of a client is shared.
 
     Args:
         texts: the texts by their names.
         tokenizer: the model's tokenizer.
-        forms: how the model writes.
+        forms: how the model writes reasoning and tool calls.
     """
 
     def __init__(self, texts: Mapping[str, str], tokenizer: Tokenizer, forms: AnswerForms = NO_FORMS) -> None:
@@ -104,7 +104,7 @@ class SharedPrompts:
                 log.warning("--shared-prompts: chats do not share [%s]: the chat template changes or refuses it", name)
 
     def shared_tokens(self, token_ids: Sequence[int], now: datetime.datetime | None = None) -> int:
-        """Return how many tokens at the front of a prompt are shared, a multiple of BASE_TOKENS.
+        """Return the number of tokens at the front of a prompt whose blocks are shared, a multiple of BASE_TOKENS.
 
         Args:
             now: local time that the chat template has seen; None is the present.
@@ -122,13 +122,16 @@ class SharedPrompts:
         return found
 
     def _beginnings_of(self, text: str, now: datetime.datetime) -> tuple[list[int], list[int]]:
-        """Return the whole links at the front of prompts that begin with a text, and of chats that it begins."""
+        """Return the shared tokens of prompts that begin with a text, and of chats whose system message it is.
+
+        Both have a multiple of BASE_TOKENS tokens.
+        """
         # The last token may be another one if the prompt goes on.
         alone, in_chats = self._tokenizer.encode(text, True)[:-1], self._in_chats(text, now)
         return alone[: _whole(alone)], in_chats[: _whole(in_chats)]
 
     def _in_chats(self, text: str, now: datetime.datetime) -> list[int]:
-        """Return the tokens of a chat that end before the end of its system message; [] if there is no such message."""
+        """Return the tokens of a chat that end before the end of its system message; [] if it cannot have one."""
         tokenizer = self._tokenizer
         messages = [ChatMessage(role="system", content=text), ChatMessage(role="user", content="x")]
         try:
@@ -146,12 +149,12 @@ class SharedPrompts:
 
 
 def _whole(token_ids: Sequence[int]) -> int:
-    """Return the number of tokens in whole links."""
+    """Return the number of tokens, rounded down to a multiple of BASE_TOKENS."""
     return len(token_ids) // BASE_TOKENS * BASE_TOKENS
 
 
 class _Entry(BaseModel):
-    """A table of the file."""
+    """One table of the file --shared-prompts: a text, or the path of a file with the text."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
@@ -160,10 +163,10 @@ class _Entry(BaseModel):
 
 
 def read_shared_prompts(file: str) -> dict[str, str]:
-    """Return the texts of `--shared-prompts` by their names, without white space at their ends.
+    """Read the texts of `--shared-prompts`. Return them by name, without white space at their ends.
 
     Args:
-        file: "" if there is no file.
+        file: path of the option; "" if there is no file.
 
     Raises ConfigError if a file cannot be read or is not valid.
     """

@@ -22,20 +22,20 @@ from paceline.services.gateway.planning.schemas import (
 )
 
 MAX_ABORTED = 10_000
-"""Largest number of requests that one request ends."""
+"""Largest number of requests that one POST /abort_requests may end."""
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-"""A number of tokens that a client tells."""
+"""A number of tokens in a client's body."""
 
 OutputMode = Literal["tokens", "text"]
 
 OUTSIDE = ("cache_salt", "model", "priority", "request_id", "stream", "stream_options")
-"""Fields that stand in the request itself, and not in its sampling_params."""
+"""Fields of the body itself, which are refused inside its `sampling_params`."""
 _INTERNAL = frozenset({"detokenize", "flat_logprobs", "output_kind", "skip_clone"})
-"""Sampling parameters that vLLM's render route writes for its own engine. They do not change an answer here."""
+"""Sampling parameters that vLLM's render route writes for its own engine. They are ignored here."""
 
 
 class TokenSampling(GenerationRequest):
-    """The `sampling_params` of POST /inference/v1/generate. `max_tokens` is all that fits by default."""
+    """The `sampling_params` of POST /inference/v1/generate. By default, answers may fill the context."""
 
     max_tokens: int | None = Field(None, ge=1)
     logprobs: int | None = Field(None, ge=-1)
@@ -64,16 +64,16 @@ class TokensRequest(NamedRequest):
     request_id: str | None = None
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     token_offsets: Any = None
-    """A part of rendered requests, without effect."""
+    """Ignored; rendered requests have this field."""
     sampling_params: TokenSampling
     output_mode: OutputMode = "tokens"
-    """Whether the answer has its text, and logprobs have the text of tokens, too."""
+    """"text" adds the answer's text, and the tokens' texts to logprobs; "tokens" has only ids."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    """Whether the answer has the prompt's token ids."""
+    """Whether the answer includes the prompt's token ids."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Those of other keys are not shared whatever it is."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
     @model_validator(mode="after")
@@ -87,13 +87,13 @@ class TokensRequest(NamedRequest):
 
 
 class AbortRequest(Body):
-    """The body of POST /abort_requests. It ends requests of this gateway alone: other gateways have to be told, too."""
+    """The body of POST /abort_requests, which ends requests of this gateway alone; each gateway must be asked."""
 
     request_ids: Annotated[list[str], Field(max_length=MAX_ABORTED)]
 
 
 class GivenTokenLogprob(Body):
-    """The logprob of a token that has been generated, or that was likely there."""
+    """The logprob of a generated token, or of a likely token at its place."""
 
     token_id: TokenId
     logprob: float
@@ -115,7 +115,7 @@ class GivenTokensChoice(Body):
     token_ids: Annotated[list[TokenId], Field(min_length=1)]
     finish_reason: str | None = "stop"
     stop_reason: int | str | None = None
-    """What ended the choice, as its worker knows it; None if nobody does."""
+    """The stop string or stop token that ended the choice; None if something else did, or it is not known."""
     logprobs: ChoiceLogprobs | None = None
 
     @model_validator(mode="after")
@@ -128,7 +128,7 @@ class GivenTokensChoice(Body):
 
     @property
     def scores(self) -> list[ChosenLogprob] | None:
-        """The logprobs of the tokens; None if the choice has none."""
+        """The logprobs of the choice's tokens; None if the choice has no logprobs."""
         return None if self.logprobs is None else self.logprobs.content
 
 
@@ -140,13 +140,13 @@ class TokensAnswer(Body):
     choices: Annotated[list[GivenTokensChoice], Field(min_length=1, max_length=MAX_CHOICES)]
     prompt_token_ids: list[TokenId] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
-    """Are in the derendered answer as they are here."""
+    """Logprobs of the prompt, which the derendered answer repeats unchanged."""
 
     def check(self, vocab_size: int, most_tokens: int, place: str) -> None:
         """Raise InvalidRequestError if a token is not in the vocabulary, or a list of tokens is longer than a context.
 
         Args:
-            most_tokens: tokens of the longest context; 0 if it is not known.
+            most_tokens: number of tokens of the longest context; 0 if it is not known.
         """
         _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, f"{place}.prompt_token_ids")
         for index, choice in enumerate(self.choices):
@@ -158,7 +158,7 @@ class TokensAnswer(Body):
 
 
 def _scored_ids(scores: Iterable[ChosenLogprob]) -> list[int]:
-    """Return the ids of all tokens of which logprobs tell."""
+    """Return the ids of all tokens in logprobs, likely ones included."""
     return [entry.token_id for chosen in scores for entry in (chosen, *chosen.top_logprobs)]
 
 
@@ -170,7 +170,7 @@ class StreamChoice(GivenTokensChoice):
 
 
 class TokensUsage(Body):
-    """The `usage` of an event, whose other fields stay as they are."""
+    """The `usage` of an event. Further fields of it are kept unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -187,16 +187,16 @@ class TokensEvent(TokensAnswer):
 
 
 class StreamState(Body):
-    """The state after the events before, which the client sends back as the last answer had it.
+    """The state after earlier events, which the client copies from the last answer into the next request.
 
-    The names are vLLM's, whose state has more fields.
+    The names are those of vLLM, whose state has more fields.
     """
 
     output_token_ids: list[TokenId] = Field(default_factory=list)
     output_chunk_lens: list[Annotated[int, Field(gt=0)]] = Field(default_factory=list)
-    """Number of tokens in each event."""
+    """Number of output tokens of each earlier event."""
     pending_logprobs: list[ChosenLogprob] = Field(default_factory=list)
-    """Logprobs of the last tokens, which a later chunk may show."""
+    """Logprobs of the last output tokens, which a later chunk may show."""
     last_tool_call_ids: list[str] = Field(default_factory=list)
     role_sent: bool = False
 
@@ -217,18 +217,18 @@ class DerenderStream(NamedRequest):
     stream: Literal[True]
     generate_chunk: TokensEvent
     stream_state: StreamState | None = None
-    """None with the first event of a choice."""
+    """State from the answer to the choice's event before; None with the choice's first event."""
     prompt_tokens: Count | None = None
-    """Default: what the event's usage says."""
+    """Number of tokens of the prompt. Default: the number in the event's usage."""
     prompt_token_ids: list[TokenId] | None = None
 
     @property
     def answer_id(self) -> str | None:
-        """The id of the request that was answered; None if it is not known."""
+        """The id of the generated request that this body derenders; None if it is not known."""
         return self.generate_chunk.request_id
 
     def check(self, vocab_size: int, most_tokens: int) -> None:
-        """See `TokensAnswer.check`."""
+        """Check all token ids of the body. Arguments and errors are those of `TokensAnswer.check`."""
         self.generate_chunk.check(vocab_size, most_tokens, "generate_chunk")
         _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, "prompt_token_ids")
         if self.stream_state is not None:
@@ -242,7 +242,7 @@ class DerenderChatStream(DerenderStream):
     """The body of POST /v1/chat/completions/derender with `stream`: one event of the answer to a chat."""
 
     chat_request: ChatRequest | None = None
-    """The request that was rendered, with each event. Without it, an answer is read as nothing but content."""
+    """The request that was rendered, the same with each event; None reads the answer as nothing but content."""
 
 
 class DerenderCompletionStream(DerenderStream):
@@ -252,23 +252,23 @@ class DerenderCompletionStream(DerenderStream):
 
 
 class DerenderChatRequest(NamedRequest):
-    """The body of POST /v1/chat/completions/derender."""
+    """The body of POST /v1/chat/completions/derender: the whole answer to a chat."""
 
     stream: Literal[False] = False
     generate_response: TokensAnswer
     prompt_tokens: Count | None = None
-    """Default: the number of prompt ids, or 0 if there are none."""
+    """Number of tokens of the prompt. Default: the number of prompt ids, or 0 if there are none."""
     prompt_token_ids: list[TokenId] | None = None
     chat_request: ChatRequest | None = None
-    """The request that was rendered. Without it, an answer is read as nothing but content."""
+    """The request that was rendered; None reads the answer as nothing but content."""
 
     @property
     def answer_id(self) -> str | None:
-        """The id of the request that was answered; None if it is not known."""
+        """The id of the generated request that this body derenders; None if it is not known."""
         return self.generate_response.request_id
 
     def check(self, vocab_size: int, most_tokens: int) -> None:
-        """See `TokensAnswer.check`."""
+        """Check all token ids of the body. Arguments and errors are those of `TokensAnswer.check`."""
         self.generate_response.check(vocab_size, most_tokens, "generate_response")
         _check_tokens(self.prompt_token_ids or [], vocab_size, most_tokens, "prompt_token_ids")
 
@@ -292,11 +292,11 @@ class DerenderCompletionRequest(NamedRequest):
 
     @property
     def answer_id(self) -> str | None:
-        """The id of the request that was answered; None if it is not known."""
+        """The id of the generated request that this body derenders; None if it is not known."""
         return self.generate_responses[0].request_id
 
     def check(self, vocab_size: int, most_tokens: int) -> None:
-        """See `TokensAnswer.check`."""
+        """Check all token ids of the body. Arguments and errors are those of `TokensAnswer.check`."""
         first = self.generate_responses[0].choices[0]
         for index, answer in enumerate(self.generate_responses):
             place = f"generate_responses[{index}]"

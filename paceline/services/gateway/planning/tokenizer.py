@@ -35,13 +35,13 @@ class SamplingDefaults:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     max_new_tokens: int = 0
-    """Longest answer to a chat, in tokens; 0 if only the context limits it."""
+    """Longest answer to a chat, in tokens; 0 if only the context limits answers."""
 
     @staticmethod
     def from_generation_config(values: Mapping[str, Any]) -> SamplingDefaults:
         """Return the defaults of a model with these values in its generation_config.json.
 
-        Raises ModelError if a request could not have one of the values.
+        Raises ModelError if a value is outside the range that requests accept.
         """
         known = {name: values[name] for name in SamplingDefaults.__slots__ if values.get(name) is not None}
         for name, value in known.items():
@@ -63,26 +63,26 @@ _RANGES = {
     "repetition_penalty": (0.01, 100),
     "max_new_tokens": (1, 2**31),
 }
-"""The numbers that requests accept."""
+"""Smallest and largest value that requests accept for each parameter."""
 _WHOLE = ("top_k", "max_new_tokens")
 
 LEAST_CHARACTERS, CONTEXT_CHARACTERS = 1 << 20, 8
-"""The longest text has at least so many characters, or so many for each token of the model's context."""
+"""Characters of the longest text: the larger of a fixed number, and a number for each token of the context."""
 LONG_TEXTS = 2
-"""Threads that read long texts."""
+"""Number of threads that tokenize long texts."""
 LONG_CHARACTERS = 64 << 10
-"""Characters of a long text, which takes some hundredths of a second."""
+"""Number of characters from which a text is long. Tokenizing so many takes some hundredths of a second."""
 
 _QUOTED = re.compile(r"""["'](?=([^"'\n]+)["'])""")
-"""Finds each text between two quotes that has none itself."""
+"""Finds each text between two quotes that contains no quote itself."""
 
 _DEFAULT, _TOOL_USE = "default", "tool_use"
-"""The names that transformers gives to the chat templates it chooses from: the second one if there are tools."""
+"""Transformers' names of a model's two chat templates: the one for conversations with tools is `_TOOL_USE`."""
 
 _SWITCHES_KEPT = 64
-"""Number of different settings of chat templates, such as `enable_thinking`, for which the ends of prompts are kept."""
+"""Number of settings of chat templates, such as `enable_thinking`, whose dropped ends of prompts are remembered."""
 _LONGEST_SWITCHES = 1000
-"""Largest number of characters of such settings. Longer ones are texts for the template, and would take much memory."""
+"""Largest number of characters of settings that are remembered. Longer ones are texts and would take much memory."""
 
 
 class Tokenizer:
@@ -92,8 +92,8 @@ class Tokenizer:
         folder: must have tokenizer.json; tokenizer_config.json, generation_config.json and config.json are optional.
         chat_template: a file that replaces the model's own template.
         generation_config: "none" ignores the sampling parameters in generation_config.json.
-        media_tokens: the tokens that belong to media. No text becomes one of them.
-        max_characters: length of the longest text that `encode` takes; 0 follows from the model's context.
+        media_tokens: the tokens that belong to media. No text is tokenized to such a token.
+        max_characters: length of the longest text that `encode` takes; 0 derives it from the model's context.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read, or the tokenizer lacks a token of media.
@@ -110,9 +110,9 @@ class Tokenizer:
     ) -> None:
         path = folder / "tokenizer.json"
         self._long_texts = ThreadPoolExecutor(LONG_TEXTS, "tokenize", initializer=yield_to_others)
-        """Threads for long texts. Their priority is low, because no stream waits for them."""
+        """Threads that tokenize long texts. Their priority is low, because no stream waits for them."""
         self.files = read_model_files(folder)
-        """The config and the tokenizer, which workers must have, too."""
+        """The model's config and tokenizer files, which must be equal at all workers."""
         if not path.is_file():
             raise ModelError(f"{folder} has no tokenizer.json; MODEL must be the model's Hugging Face folder")
         try:
@@ -129,12 +129,12 @@ class Tokenizer:
         if not isinstance(size, int):
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
         self.vocab_size = size
-        """Width of the logits: every token id is lower."""
+        """Number of logits of the model. Every token id is lower."""
         context = text_value(model, "max_position_embeddings")
         by_context = CONTEXT_CHARACTERS * (context if isinstance(context, int) else 0)
         self._max_characters = max_characters or max(LEAST_CHARACTERS, by_context)
         self.longest_token = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Upper bound of the characters that one token stands for."""
+        """Upper bound of the number of characters that one token stands for."""
         own_end = self._tokenizer.token_to_id(special.get("eos_token", ""))
         self.eos_token_ids = end_token_ids(generation, model, own_end, size)
         self.defaults = SamplingDefaults.from_generation_config(generation if generation_config == "auto" else {})
@@ -160,7 +160,7 @@ class Tokenizer:
         self.chat_template_source = sources.get(_DEFAULT, "")
         """The Jinja text of the chat template for conversations without tools; "" if there is none."""
         self.tool_template_source = sources.get(_TOOL_USE, self.chat_template_source)
-        """The same for conversations with tools. Most models have one template for both."""
+        """The Jinja text of the chat template for conversations with tools; usually the same text."""
         self._chat_templates = {
             name: ChatTemplate(self.marks.hide_markers(source), special) for name, source in sources.items()
         }
@@ -170,14 +170,14 @@ class Tokenizer:
             raise ModelError(f"{folder} changed while it was read; start again when it is complete")
 
     def prepare(self) -> None:
-        """Make what is otherwise made with the first request: tables, and the end of a prompt that templates drop."""
+        """Make tables, and find dropped ends of prompts, so that the first request does not have to wait for them."""
         self.vocabulary.prepare()
         for has_tools in (False, True):
             self.dropped_end({}, has_tools)
 
     def encode(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
-        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if it is not valid Unicode, or if
-        it is too long: each token takes a hundred bytes while a text is read.
+        """Return a text's token ids. Raises InvalidRequestError, which names `param`, if the text is not valid Unicode
+        or too long: while a text is tokenized, each token takes a hundred bytes.
 
         A text that spells a reserved token becomes other tokens of the same text.
         """
@@ -194,9 +194,9 @@ class Tokenizer:
         return list(encoded.ids)
 
     def offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
-        """Return the first character of each token of a text, and the end of its last; (0, 0) for tokens without text.
+        """Return the characters (begin, end) of each token of a text; (0, 0) for tokens without text.
 
-        The text is one that `encode` takes.
+        The text must be one that `encode` accepts.
         """
         (encoded,) = self._encoder.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.offsets)
@@ -220,7 +220,7 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         now: datetime.datetime | None = None,
     ) -> str:
-        """Render a conversation, as ChatTemplate.render, with `marks` at the places of media.
+        """Return a conversation's text from `ChatTemplate.render`, with texts of `marks` at the places of media.
 
         Raises InvalidRequestError if the model has no template.
         """
@@ -242,12 +242,12 @@ class Tokenizer:
         )
 
     def dropped_end(self, template_kwargs: Mapping[str, Any], has_tools: bool) -> list[int]:
-        """Return the last tokens of a conversation's prompt that its later prompts do not have.
+        """Return the tokens at the end of a conversation's prompt that the prompts of later turns do not repeat.
 
-        The chat template drops them; see `ChatTemplate.two_turns`. Most templates drop none.
+        The chat template drops these tokens; see `ChatTemplate.two_turns`. For most templates there are none.
 
         Args:
-            template_kwargs: further names that the template can use, as JSON has them.
+            template_kwargs: further names that the template can use, with values of JSON.
         """
         switches = json.dumps(template_kwargs, sort_keys=True)
         return self._dropped_ends(switches, has_tools) if len(switches) <= _LONGEST_SWITCHES else []
@@ -265,7 +265,7 @@ class Tokenizer:
         return first[common:]
 
     def roles_with_parts(self, has_tools: bool) -> frozenset[str]:
-        """Return the roles whose messages may have a list of texts as content; empty without a chat template.
+        """Return the roles whose messages may have a list of texts as content; no roles without a chat template.
 
         Args:
             has_tools: whether the conversation has tools.
@@ -278,22 +278,22 @@ class Tokenizer:
         return self._chat_templates.get(name)
 
     def names_documents(self, has_tools: bool) -> bool:
-        """Return whether the chat template shows documents. See `roles_with_parts`."""
+        """Return whether the chat template (for conversations with or without tools) shows documents."""
         return "documents" in self._source(has_tools)
 
     def names_fields(self, fields: Iterable[str], has_tools: bool) -> bool:
-        """Return whether the chat template names one of the fields of a text in quotes, and so reads it."""
+        """Return whether the chat template has the name of one of these fields in quotes, and so reads the field."""
         return not self._quoted_names(self._source(has_tools)).isdisjoint(fields)
 
     def _source(self, has_tools: bool) -> str:
         return self.tool_template_source if has_tools else self.chat_template_source
 
     def template(self, source: str) -> ChatTemplate:
-        """Return a template with the model's special tokens. Raises the errors of ChatTemplate."""
+        """Return a template from Jinja text, with the model's special tokens. Raises the errors of ChatTemplate."""
         return ChatTemplate(source, self._special_tokens)
 
     def _text_of(self, token_id: int, folder: Path) -> str:
-        """Return the text of a token of media."""
+        """Return the text of a token of media. Raises ModelError if the tokenizer lacks the token."""
         text = self.token_string(token_id)
         if len(text) < 2:
             raise ModelError(
@@ -305,7 +305,7 @@ class Tokenizer:
 def _chat_templates(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> dict[str, str]:
     """Return the Jinja texts of the templates that a conversation can have, by name.
 
-    As in transformers, files of their own replace templates of this name in tokenizer_config.json.
+    As in transformers, a file of its own replaces the template of the same name in tokenizer_config.json.
     """
     if chosen is not None:
         try:

@@ -36,13 +36,13 @@ class Vocabulary:
 
     @cached_property
     def own_tokens(self) -> dict[str, int]:
-        """Ids of added tokens that are no text for the grammar library: special ones and those in angle brackets."""
+        """Ids, by text, of added tokens that the grammar library does not match as text: special ones and <…>."""
         tokens = self.added_tokens.items()
         return {text: own for text, own in tokens if own in self.special_ids or (text[:1], text[-1:]) == ("<", ">")}
 
     @cached_property
     def spelling(self) -> Spelling:
-        """The spelling of texts in grammars. It is made once, because a model may have thousands of added tokens."""
+        """The spelling of texts in this model's grammars, made once: a model may have thousands of added tokens."""
         return Spelling(self.own_tokens)
 
     def prepare(self) -> None:
@@ -57,7 +57,7 @@ class Vocabulary:
         return known
 
     def token_text(self, token_id: int) -> str:
-        """Return a token alone as text; a part of a character becomes U+FFFD."""
+        """Return the text of one token by itself. A part of a character becomes U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def _spell(self, token: str) -> bytes:
@@ -77,7 +77,7 @@ class Vocabulary:
 
     @cached_property
     def _byte_alphabet(self) -> dict[str, int]:
-        """GPT-2's alphabet, character to byte: printable bytes are themselves, all others follow from U+0100 on."""
+        """GPT-2's byte alphabet, character to byte: printable bytes are themselves, others follow from U+0100 on."""
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
         others = [byte for byte in range(256) if byte not in printable]
         return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -105,9 +105,9 @@ class Detokenizer:
         stop_token_ids: ids of tokens that end the text and are no part of it.
         include_stop: whether the stop string or the stop token's text stays at the end.
         skip_special_tokens: whether special tokens are left out of the text.
-        kept_token_ids: special tokens that are not left out.
-        min_tokens: the number of tokens before the text may end at a stop string. As in vLLM, a stop string counts if
-            it begins within these tokens and ends after them.
+        kept_token_ids: ids of special tokens that stay in the text anyway.
+        min_tokens: number of tokens after which the text may end at a stop string. As in vLLM, a stop string counts if
+            it ends after these tokens, even if it begins within them.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Detokenizer:
         self._held = ""
         self._tokens = 0
         self.stop_reason: str | int | None = None
-        """The stop string or the stop token's id that ended the text; None until then."""
+        """The stop string, or the id of the stop token, that ended the text; None if neither has."""
         self.cut_off = ""
         """The stop string that was left out at the end of the text; "" if there is none."""
 
@@ -155,7 +155,7 @@ class Detokenizer:
         return self._take(self._vocabulary.token_bytes(token_id))
 
     def finish(self) -> str:
-        """Return the text that was held back, after the last token. Half a character becomes U+FFFD."""
+        """End the sequence. Return the text that was held back; half a character becomes U+FFFD."""
         text = self._held + self._decoder.decode(b"", final=True)
         self._held = ""
         return text
@@ -178,10 +178,10 @@ class Detokenizer:
         return text[:certain]
 
     def _first_stop(self, text: str, held: int) -> tuple[int, str] | None:
-        """Return the start of a stop string in `text`, and the stop string; None if there is none.
+        """Return the place of the first stop string in `text`, and the stop string; None if there is none.
 
-        Only stop strings that end after the first `held` characters count. The one that ends first is returned; if
-        several end at the same place, the longest one.
+        Only stop strings that end after the first `held` characters count. The first one is the one that ends first; if
+        several end at the same place, the longest.
         """
         starts = ((text.find(stop, max(0, held + 1 - len(stop))), stop) for stop in self._stop)
         found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
@@ -191,6 +191,6 @@ class Detokenizer:
         return start, stop
 
     def _possible_start(self, text: str) -> int:
-        """Return the length of the longest end of `text` with which a stop string begins."""
+        """Return the length of the longest end of `text` that is the beginning of a stop string."""
         longest = min(len(text), max(map(len, self._stop)) - 1)
         return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0)

@@ -5,8 +5,8 @@
         │              ├─▶ cancelling ─▶ cancelled
         └─▶ failed     └─▶ failed: the input file is gone
 
-A batch that is cancelled while it is validated goes to cancelling, too. A batch whose window ends is finalized with the
-lines that have answers; the others get an error.
+A batch that is cancelled while it is validated goes to cancelling, too. When a batch's window ends, it is finalized:
+lines without an answer get an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEXT: Mapping[Status, frozenset[Status]] = {
 }
 """The states that may follow each state."""
 ACTIVE: tuple[Status, ...] = tuple(status for status, following in NEXT.items() if following)
-"""The states of a batch that has not ended."""
+"""The states that other states may follow: those of a batch that has not ended."""
 STATUSES: tuple[Status, ...] = tuple(NEXT)
 
 ENDPOINTS = (
@@ -52,17 +52,17 @@ MAX_WINDOW_SECONDS = 30 * 86400
 
 
 class TransitionError(Exception):
-    """A batch cannot go from its state to another one."""
+    """A batch cannot go from its state to the wanted one."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A fault of an input file."""
+    """A fault of a batch's input file, as clients see it."""
 
     code: str
     message: str
     line: int | None = None
-    """Number of the line, from 1; None if the whole file is meant."""
+    """Number of the faulty line, from 1; None if the fault concerns the whole file."""
     param: str | None = None
 
 
@@ -78,22 +78,22 @@ class Batch:
     completion_window: str
     created: float
     expires: float
-    """End of the window."""
+    """End of the completion window."""
     metadata: Mapping[str, str] = field(default_factory=dict)
     output_seconds: float | None = None
-    """How long the files of answers are kept; None for as long as other files."""
+    """Seconds for which the files of answers are kept; None for the time of other files."""
     status: Status = "validating"
     total: int = 0
     completed: int = 0
-    """Lines that were answered with status 200."""
+    """Number of lines that were answered with status 200."""
     failed: int = 0
-    """Lines that were answered with an error."""
+    """Number of lines that were answered with an error, or not at all before the window ended."""
     times: Mapping[str, float] = field(default_factory=dict)
-    """When the batch came to each state."""
+    """Instant at which the batch entered each of its states."""
     is_expired: bool = False
     """Whether the window ended before all lines had an answer."""
     unanswered: int = 0
-    """Lines that had no answer when the window ended. They count as failed, too."""
+    """Number of lines that had no answer when the window ended. `failed` includes them."""
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -104,22 +104,26 @@ class Batch:
 
     @property
     def is_answered(self) -> bool:
-        """Whether each line has an answer."""
+        """Whether every line of the batch has an answer."""
         return self.completed + self.failed >= self.total
 
     def asks_the_same(self, other: Batch) -> bool:
-        """Return whether two requests for a batch ask for the same."""
+        """Return whether another batch comes from an equal request."""
         wanted = ("owner", "endpoint", "input_file_id", "completion_window", "metadata", "output_seconds")
         return all(getattr(self, name) == getattr(other, name) for name in wanted)
 
     def moved(self, status: Status, now: float, **changes: Any) -> Batch:
-        """Return the batch in another state. Raises TransitionError if that may not follow."""
+        """Return the batch in a new state. Raises TransitionError if this state may not follow the present one.
+
+        Args:
+            changes: values of other fields that change, too.
+        """
         if status not in NEXT[self.status]:
             raise TransitionError(f"a batch that is {self.status} cannot become {status}")
         return dataclasses.replace(self, status=status, times={**self.times, status: now}, **changes)
 
     def to_api(self) -> Json:
-        """Return the batch as OpenAI shows it."""
+        """Return the batch as the JSON object of OpenAI's API."""
 
         def at(status: Status) -> int | None:
             return int(self.times[status]) if status in self.times else None

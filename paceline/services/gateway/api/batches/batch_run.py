@@ -1,4 +1,4 @@
-"""One batch, from its validation to its files of answers. It can begin in any state, after another gateway's end."""
+"""Runs one batch, from its validation to its files of answers, or from the state in which another gateway left it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from paceline.services.gateway.http.bounds import Bounds
 from paceline.services.gateway.http.reading import SMALL_BYTES
 
 RETRIES = 20
-"""Times that a line is tried again after a failure of the server. A line that brings workers down must end."""
+"""Largest number of retries of a line after failures of the server. A line that makes workers crash must end."""
 RETRY_SECONDS = (0.25, 30.0)
-"""The shortest and longest mean time before the next try, in seconds. It doubles with each failure."""
+"""Shortest and longest mean wait before a retry, in seconds. The mean doubles with each failure."""
 GATE_SECONDS = 0.25
 """Time between two looks at a gate that is shut, in seconds."""
 OK, BUSY, SERVER_ERROR = 200, 429, 500
-"""Status of good answers; of lines for which there is no room; the lowest one of failures of the server."""
+"""HTTP statuses: of good answers; of lines for which there is no room; the lowest status of the server's failures."""
 EXPIRED = "batch_expired", "This line was not answered before the completion window ended."
-"""Code and message of lines without an answer."""
+"""Code and message of the error for lines that had no answer when the window ended."""
 
 T = TypeVar("T", tuple[int, bytes], str)
 
@@ -52,19 +52,19 @@ class BatchLimits:
     max_lines: int
     max_line_bytes: int
     file_seconds: float
-    """How long files of answers are kept if the batch does not say otherwise."""
+    """Seconds for which files of answers are kept, unless the batch sets another time."""
     bounds: Bounds | None = None
-    """What a line may hold; None is no limit."""
+    """Limits on the JSON of a line; None is no limit."""
 
 
 class BatchRun:
     """A batch that this gateway runs.
 
     Args:
-        name: name of this gateway, which has the lease.
-        gates: those of all models.
-        gate_of: returns where a line waits until it may run.
-        call: sends a line to the application.
+        name: name of this gateway, which has the batch's lease.
+        gates: the gates of all models.
+        gate_of: returns the gate at which a line waits until it may run.
+        call: sends a line to the application and returns the reply.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class BatchRun:
         self._refused = RefusedLines()
 
     async def run(self) -> None:
-        """Run the batch to its end. Raises LeaseLostError if another gateway runs it, and StoreError."""
+        """Run the batch to its end. Raises LeaseLostError if another gateway has taken it over, and StoreError."""
         if self.batch.status == "validating":
             await self._validate()
         if self.batch.status == "in_progress":
@@ -127,7 +127,7 @@ class BatchRun:
     # ---- lines
 
     async def _answer_lines(self) -> None:
-        """Answer all lines that have no answer, until the window ends or a client cancels the batch."""
+        """Answer the lines that have no answer, until the window ends or a client cancels the batch."""
         work = asyncio.create_task(self._answer_all())
         cancelled = asyncio.create_task(self.is_cancelled.wait())
         try:
@@ -140,16 +140,16 @@ class BatchRun:
         await self._change(_at_end_of_lines)
 
     async def _answer_all(self) -> None:
-        """Answer all lines that have no answer. Lines whose model has no workers are left for later."""
+        """Answer all lines that have no answer. Lines whose model has no workers wait until it has some."""
         begun = await self._batches.answered(self.batch.id)
         async with asyncio.TaskGroup() as group:
             while shut := await self._begin_lines(group, begun):
                 await _until_one_opens(shut)
 
     async def _begin_lines(self, group: asyncio.TaskGroup, begun: set[int]) -> set[LineGate]:
-        """Begin lines in their order, no faster than they run, and add their numbers to `begun`.
+        """Begin lines in their order, each after the one before runs, and add their numbers to `begun`.
 
-        Returns the gates that are shut of lines that were left out. Lines are not read on while all gates are shut.
+        Returns the shut gates, for whose lines this must be called again. If all gates are shut, stops reading lines.
         """
         shut: set[LineGate] = set()
         async for number, data in self._lines():
@@ -177,7 +177,7 @@ class BatchRun:
         return read_line(number, data, [self.batch.endpoint], self._limits.max_line_bytes, self._limits.bounds)
 
     async def _answer(self, line: Line, gate: LineGate, has_begun: asyncio.Event) -> None:
-        """Answer a line, and try again while the server fails for reasons that pass."""
+        """Answer a line. Retry it after passing failures of the server, and while there is no room for it."""
         failures = 0
         while True:
             answer = await gate.run(
@@ -225,17 +225,17 @@ class BatchRun:
                 await self._batches.answer(self.batch.id, self._name, refused)
 
     def _refusals(self, lines: Iterable[tuple[int, bytes]]) -> list[LineAnswer]:
-        """Return the answers to lines whose time is over."""
+        """Return error answers for lines that were not answered before the window ended."""
         return [
             LineAnswer(number, error_line(self._read(number, data).custom_id, *EXPIRED), is_ok=False)
             for number, data in lines
         ]
 
     async def _write(self, kind: str, *, is_ok: bool) -> str | None:
-        """Write a file of answers and return its id; None if there are no such answers.
+        """Write the file of good answers or of errors, and return its id; None if there are no such answers.
 
-        Its id is always the same, so that a gateway that goes on after another one leaves no second file. Each write
-        finds the lease its own, so a gateway that has lost it leaves the file of its successor alone.
+        The id follows from the batch, so a gateway that takes the batch over replaces the file. Each write checks the
+        lease, so a gateway that has lost the lease cannot change its successor's file.
         """
         seconds, now = self.batch.output_seconds or self._limits.file_seconds, time.time()
         name = f"{self.batch.id}_{kind}.jsonl"
@@ -252,7 +252,7 @@ class BatchRun:
         return (await self._files.finish(file, lease)).id if number else None
 
     async def _change(self, change: Callable[[Batch], Batch], is_last: bool = False) -> None:
-        """Change the batch. If a client has cancelled it meanwhile, only its last change still matters."""
+        """Change the batch in the store. If a client has cancelled the batch, apply nothing but its last change."""
 
         def unless_cancelled(batch: Batch) -> Batch:
             return batch if batch.status == "cancelling" and not is_last else change(batch)
@@ -273,7 +273,7 @@ async def _until_one_opens(gates: Iterable[LineGate]) -> None:
 
 
 async def _grouped(items: AsyncIterator[T], size: int) -> AsyncIterator[list[T]]:
-    """Yield items in groups of about `size` bytes or characters."""
+    """Yield lists of consecutive items, each of about `size` bytes or characters in all."""
     group: list[T] = []
     length = 0
     async for item in items:

@@ -1,8 +1,8 @@
-"""Batches and the answers of their lines.
+"""Batches and the answers to their lines, in the SQL database.
 
-One gateway runs a batch at a time. It holds a lease, which it renews, and writes answers and files of answers only in
-transactions that find the lease its own. So if it ends or stalls, another one goes on with the lines that have no
-answer, and each line gets one answer: the primary key (batch, line) allows no second one.
+One gateway at a time runs a batch. The gateway holds a lease, which it renews, and writes answers and files of answers
+only in transactions that check the lease. If the gateway ends or stalls, another one goes on with the lines that have
+no answer. Each line gets one answer: the primary key (batch, line) allows no second one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from paceline.services.gateway.store.database import Database, Execute
 from paceline.services.gateway.store.store import Check, Store, Tables
 
 PAGE_LINES = 200
-"""Answers that are read at a time."""
+"""Number of answers that one query reads."""
 
 MESSAGE_BATCH = "msgbatch"
-"""The beginning of the ids of message batches, and of no others."""
+"""Prefix of the ids of message batches. No other batch has this prefix."""
 _COUNTED = ("id", "owner", "status", "total", "completed", "failed", "created", "expires")
-"""Fields of a batch that have a column. The others are JSON in the column `rest`."""
+"""Fields of a batch that have a column of their own. The other fields are JSON in the column `rest`."""
 _COLUMNS = ", ".join((*_COUNTED, "rest"))
 _IS_ACTIVE = f"status IN ({', '.join(repr(status) for status in ACTIVE)})"
 
 
 class LeaseLostError(Exception):
-    """Another gateway runs the batch, or it was deleted."""
+    """Another gateway has the batch's lease, or the batch was deleted."""
 
 
 class InUseError(InvalidRequestError):
@@ -43,20 +43,20 @@ class InUseError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The answer of one line."""
+    """The answer to one line of a batch."""
 
     number: int
     text: str
-    """Its line in the file of answers or errors."""
+    """The text of the answer's line in the file of answers or errors."""
     is_ok: bool
 
 
 class BatchStore:
-    """Batches by id. All methods raise StoreError if the database cannot be used.
+    """Keeps batches by id. All methods raise StoreError if the database cannot be used.
 
     Args:
         most: the largest number of active batches of one owner.
-        seconds: how long a batch is kept after its end.
+        seconds: time for which a batch is kept after its end.
     """
 
     def __init__(self, store: Store, *, most: int, seconds: float) -> None:
@@ -66,12 +66,12 @@ class BatchStore:
         self._seconds = seconds
 
     async def add(self, batch: Batch, hold: Check) -> Batch:
-        """Add a batch and return it; if another try of the same request has added it already, return that one.
+        """Add a batch and return it. If an earlier try of the same request has added one, return that batch instead.
 
         Args:
-            hold: finds that the input file is there, and keeps others away from it until the batch is added.
+            hold: checks that the input file exists, and locks it until the batch is added.
 
-        Raises QuotaError if its owner has as many active ones as it may, and the error of `hold`.
+        Raises QuotaError if the owner has `most` active batches already, and the error of `hold`.
         """
 
         def add(execute: Execute) -> Batch:
@@ -94,22 +94,22 @@ class BatchStore:
         return await self._store.run(add)
 
     async def delete_expired(self) -> None:
-        """Delete the batches that ended long ago."""
+        """Delete the batches that ended longer ago than batches are kept."""
         statement = f"DELETE FROM paceline_batches WHERE kept_until < :now AND NOT {_IS_ACTIVE}"
         await self._store.run(lambda execute: execute(statement, {"now": time.time()}))
 
     async def get(self, batch_id: str, owner: str | None) -> Batch | None:
-        """Return a batch of an owner (None: of any); None if there is none."""
+        """Return the batch with an id; None if there is none that belongs to the owner. Owner None allows any."""
         batch = await self._store.run(lambda execute: _get(execute, batch_id), writes=False)
         return batch if batch is not None and owner in (None, batch.owner) else None
 
     async def page(
         self, owner: str | None, after: Batch | None, limit: int, order: Order = "desc", *, of_messages: bool = False
     ) -> list[Batch]:
-        """Return at most `limit` batches in order of creation; see `FileStore.page`.
+        """Return at most `limit` batches in order of creation. Arguments are those of `FileStore.page`.
 
         Args:
-            of_messages: whether message batches are wanted. The list of the other ones has none of them.
+            of_messages: whether to return only message batches; otherwise only the others.
         """
         kind = f"id {'' if of_messages else 'NOT '}LIKE '{MESSAGE_BATCH}%'"
         query = f"SELECT {_COLUMNS} FROM paceline_batches WHERE kept_until >= :now AND {kind}"
@@ -126,11 +126,11 @@ class BatchStore:
         return check
 
     async def change(self, batch_id: str, change: Callable[[Batch], Batch], runner: str | None = None) -> Batch:
-        """Change a batch and return it as it is then.
+        """Change a batch in the store and return the changed batch.
 
         Args:
-            change: returns the changed batch. Its exceptions leave the batch as it was.
-            runner: the gateway that must have the lease; None if anybody may make the change.
+            change: returns the changed batch. If it raises an exception, the batch stays as it was.
+            runner: the gateway that must have the lease; None if the change needs no lease.
 
         Raises LeaseLostError if there is no such batch, or another gateway has its lease.
         """
@@ -162,15 +162,15 @@ class BatchStore:
     async def claim(
         self, runner: str, until: float, most: int, most_of_owner: int, running: Collection[str]
     ) -> list[Batch]:
-        """Take the lease of up to `most` active batches that no living gateway runs. Owners take turns, oldest first.
+        """Take the leases of up to `most` active batches that no living gateway runs. Owners take turns, oldest first.
 
-        A batch whose lease this gateway has, but that it does not run, is such a batch: the answer to an earlier call
-        was lost.
+        Batches whose lease this gateway has but that are not in `running` are taken, too: the answer to an earlier
+        call was lost.
 
         Args:
             runner: name of this gateway.
             until: end of the lease, in seconds since the epoch.
-            most_of_owner: batches of one owner that this gateway may have then.
+            most_of_owner: largest number of batches of one owner that this gateway may have afterwards.
             running: ids of the batches that this gateway runs.
         """
         free = f"{_IS_ACTIVE} AND (runner IN ('', :runner) OR runner_until < :now)"
@@ -192,7 +192,7 @@ class BatchStore:
         return await self._store.run(claim)
 
     async def renew(self, runner: str, until: float, running: Collection[str]) -> dict[str, Batch]:
-        """Renew the leases of the batches that a gateway runs. Return the ones that it still has, by id."""
+        """Renew the leases of the batches that a gateway runs. Return the batches whose lease it still has, by id."""
 
         def renew(execute: Execute) -> dict[str, Batch]:
             own = f"runner = :runner AND {_IS_ACTIVE}"
@@ -207,7 +207,7 @@ class BatchStore:
     def lease(self, batch_id: str, runner: str) -> Check:
         """Return a check that a gateway has the lease of an active batch. It raises LeaseLostError.
 
-        It locks the batch's row, so that no other gateway takes the lease before the transaction ends.
+        The check locks the batch's row, so that no other gateway takes the lease before the transaction ends.
         """
         statement = f"UPDATE paceline_batches SET runner = runner WHERE id = :id AND runner = :runner AND {_IS_ACTIVE}"
 
@@ -218,14 +218,14 @@ class BatchStore:
         return check
 
     async def release(self, batch_id: str, runner: str) -> None:
-        """Give a lease back, so that any gateway may take it at once."""
+        """Give a batch's lease back, so that any gateway may take it at once."""
         statement = "UPDATE paceline_batches SET runner = '' WHERE id = :id AND runner = :runner"
         await self._store.run(lambda execute: execute(statement, {"id": batch_id, "runner": runner}))
 
     # ---- answers
 
     async def answer(self, batch_id: str, runner: str, answers: Sequence[LineAnswer]) -> None:
-        """Write the answers of lines that have none. Raises LeaseLostError if the lease is another gateway's."""
+        """Write answers to lines that have no answer yet. Raises LeaseLostError if another gateway has the lease."""
         ok = sum(answer.is_ok for answer in answers)
 
         def work(execute: Execute) -> None:
@@ -244,13 +244,13 @@ class BatchStore:
         await self._store.run(work)
 
     async def answered(self, batch_id: str) -> set[int]:
-        """Return the numbers of the lines that have an answer."""
+        """Return the numbers of a batch's lines that have an answer."""
         query = "SELECT number FROM paceline_batch_lines WHERE batch_id = :id"
         rows, _ = await self._store.run(lambda execute: execute(query, {"id": batch_id}), writes=False)
         return {row[0] for row in rows}
 
     async def answers(self, batch_id: str, is_ok: bool) -> AsyncIterator[str]:
-        """Yield the answers of a batch in the order of their lines: the good ones or the errors."""
+        """Yield the text of a batch's good answers, or of its errors, in the order of their lines."""
         query = (
             "SELECT number, text FROM paceline_batch_lines WHERE batch_id = :id AND is_ok = :is_ok AND number > :after "
             "ORDER BY number LIMIT :limit"
@@ -265,7 +265,7 @@ class BatchStore:
         return (await self._store.run(lambda execute: execute(query, fields), writes=False))[0]
 
     def _fields(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch as the values of its columns."""
+        """Return the values of a batch's columns, by column."""
         values = dataclasses.asdict(batch)
         counted = {name: values.pop(name) for name in _COUNTED}
         # An active batch is never deleted, because it ends with its window.
@@ -274,12 +274,12 @@ class BatchStore:
 
 
 def _in_turns(batches: Sequence[Batch], held: Mapping[str, int], most_of_owner: int) -> list[Batch]:
-    """Return batches such that owners take turns, each with its oldest ones first.
+    """Order batches such that owners take turns, each with its oldest batches first.
 
     Args:
-        batches: the oldest first.
-        held: batches that each owner has had turns for.
-        most_of_owner: batches of one owner, with those that are held.
+        batches: in order of creation, the oldest first.
+        held: number of batches of each owner that the gateway has already, which count as turns.
+        most_of_owner: largest number of batches of one owner, including those that are held.
     """
     turns = Counter(held)
     found = []
@@ -291,7 +291,7 @@ def _in_turns(batches: Sequence[Batch], held: Mapping[str, int], most_of_owner: 
 
 
 def inputs(execute: Execute) -> dict[str, str]:
-    """Return the files that active batches read: the id of a batch by the id of its input file."""
+    """Return the input files of active batches: the id of a batch by the id of its file."""
     rows, _ = execute(f"SELECT {_COLUMNS} FROM paceline_batches WHERE {_IS_ACTIVE}")
     return {batch.input_file_id: batch.id for batch in map(_batch, rows)}
 

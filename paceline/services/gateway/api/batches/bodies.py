@@ -17,7 +17,7 @@ MOST_FILE_SECONDS = 30 * 86400
 
 
 class ExpiresAfter(FailFast):
-    """The time at which a file expires."""
+    """A client's wish when a file expires."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=LEAST_FILE_SECONDS, le=MOST_FILE_SECONDS)
@@ -76,7 +76,7 @@ class BatchCounts(AnswerBody):
 
 
 class BatchBody(AnswerBody):
-    """A batch. Times are seconds since the epoch."""
+    """A batch in an answer. Times are seconds since the epoch."""
 
     id: str
     object: Literal["batch"]
@@ -135,7 +135,7 @@ class MessageBatchCounts(AnswerBody):
 
 
 class MessageBatchBody(AnswerBody):
-    """A message batch. Times are in the form of RFC 3339."""
+    """A message batch in an answer. Times are in the form of RFC 3339."""
 
     id: str
     type: Literal["message_batch"]
@@ -147,7 +147,7 @@ class MessageBatchBody(AnswerBody):
     cancel_initiated_at: str | None
     archived_at: str | None
     results_url: str | None
-    """Path of the results, below the address of the API."""
+    """Path of the results, below the address of the API; None until the batch has ended."""
 
 
 class MessageBatchList(AnswerBody):
@@ -163,7 +163,7 @@ class DeletedMessageBatch(AnswerBody):
 
 
 def page(entries: list[Json], limit: int) -> Json:
-    """Return a page of a list.
+    """Return the JSON object for a page of a list.
 
     Args:
         entries: at most `limit` entries, and one more if there is a next page.

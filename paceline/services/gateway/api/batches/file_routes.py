@@ -38,7 +38,7 @@ from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
 
 PURPOSE = "batch"
-"""The purpose of files that clients upload."""
+"""The only purpose that an uploaded file may have."""
 
 _UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -136,7 +136,7 @@ class FilesApi:
 
 
 def found(file: File | None, file_id: str, param: str = "file_id") -> File:
-    """Return a file. Raises ApiError 404 if there is none."""
+    """Return a file that a store has found. Raises ApiError 404 if the store has found none."""
     if file is None:
         raise file_not_found(file_id, param)
     return file
@@ -148,7 +148,7 @@ def file_not_found(file_id: str, param: str = "file_id") -> ApiError:
 
 
 async def _receive(request: Request, reader: Upload, file: File, files: FileStore, most_bytes: int) -> None:
-    """Write the file of a multipart body to the store while it comes. Raises ApiError if the body is not valid."""
+    """Write the file in a multipart body to the store while the body comes. Raises ApiError if it is not valid."""
     number = size = 0
     async for chunk in _chunks(request, reader):
         size += len(chunk)
@@ -161,7 +161,7 @@ async def _receive(request: Request, reader: Upload, file: File, files: FileStor
 
 
 async def _chunks(request: Request, reader: Upload) -> AsyncIterator[bytes]:
-    """Yield the file of a multipart body in pieces of CHUNK_BYTES while it comes. The last one may be smaller.
+    """Yield the file in a multipart body in pieces of CHUNK_BYTES while the body comes. The last piece may be smaller.
 
     Raises ApiError if the body is not valid.
     """
@@ -183,7 +183,13 @@ async def _chunks(request: Request, reader: Upload) -> AsyncIterator[bytes]:
 
 
 def _expires(fields: dict[str, str], now: float, seconds: float) -> float:
-    """Return when an uploaded file expires."""
+    """Return the instant at which an uploaded file expires, in seconds since the epoch.
+
+    Args:
+        fields: the fields of the multipart body.
+        now: the present, in seconds since the epoch.
+        seconds: time for which files are kept by default.
+    """
     wanted = fields.get("expires_after[seconds]")
     if wanted is None and "expires_after[anchor]" not in fields:
         return now + seconds

@@ -15,7 +15,7 @@ from paceline.services.gateway.store.store import Check, Store, Tables
 
 CHUNK_BYTES = 256 << 10
 UPLOAD_SECONDS = 3600.0
-"""A file that is not complete is deleted if nothing was added to it for this many seconds."""
+"""Seconds without new data after which an incomplete file is deleted."""
 
 _COLUMNS = "id, owner, purpose, filename, size, created, expires"
 _COMPLETE = "status = 'processed' AND expires >= :now"
@@ -23,15 +23,15 @@ _INCOMPLETE = "status = 'uploading'"
 
 
 class QuotaError(InvalidRequestError):
-    """An API key has too many files, too large ones, or too many batches."""
+    """An API key has too many files, too large files, or too many batches."""
 
 
 class MissingFileError(InvalidRequestError):
-    """A file was deleted, or has expired."""
+    """The file does not exist, because it was deleted or has expired."""
 
 
 class OtherFileError(InvalidRequestError):
-    """There is another file with this id."""
+    """Another file, with other content, has this id already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class File:
     purpose: str
     filename: str
     size: int
-    """In bytes."""
+    """Size of the content in bytes."""
     created: float
     expires: float
 
 
 class FileStore:
-    """Files by id. All methods raise StoreError if the database cannot be used.
+    """Keeps files by id. All methods raise StoreError if the database cannot be used.
 
     Args:
         entries: the largest number of files of one owner.
-        max_bytes: the largest size of the files of one owner together.
+        max_bytes: largest size of all files of one owner together.
     """
 
     def __init__(self, store: Store, *, entries: int, max_bytes: int) -> None:
@@ -64,13 +64,13 @@ class FileStore:
         self._max_bytes = max_bytes
 
     async def begin(self, file: File, lease: Check | None = None) -> None:
-        """Make a file that nobody sees until it is complete. A file of the same id is replaced.
+        """Make an incomplete, invisible file without content. A file of the same id is replaced.
 
         Args:
-            lease: finds that the writer still has the batch whose answers the file has. The owner's quota does not hold
-                for answers, which count but are never lost. None for an upload, for which the quota holds.
+            lease: checks that the writer still has the lease of the batch whose answers the file has. Such a file
+                counts but is kept even above the owner's quota. None for an upload, which the quota limits.
 
-        Raises QuotaError if the owner has as many files as it may.
+        Raises QuotaError if an upload's owner has as many files as the quota allows.
         """
 
         def begin(execute: Execute) -> None:
@@ -92,7 +92,7 @@ class FileStore:
         await self._store.run(begin)
 
     async def check_quota(self, owner: str) -> None:
-        """Raise QuotaError if the files of an owner exceed its quota, as files of answers may."""
+        """Raise QuotaError if an owner's files exceed its quota, which files of answers may do."""
         query = "SELECT COUNT(*), COALESCE(SUM(size), 0) FROM paceline_files WHERE owner = :owner"
         rows, _ = await self._store.run(lambda execute: execute(query, {"owner": owner}), writes=False)
         ((count, size),) = rows
@@ -109,7 +109,7 @@ class FileStore:
         Args:
             lease: see `begin`.
 
-        Raises MissingFileError, or QuotaError if all files of its owner are too large then.
+        Raises MissingFileError, or QuotaError if all files of the owner together would be too large.
         """
 
         def append(execute: Execute) -> None:
@@ -130,12 +130,12 @@ class FileStore:
         await self._store.run(append)
 
     async def finish(self, file: File, lease: Check | None = None, as_id: str = "") -> File:
-        """Make a file visible, with its purpose, name and expiry. Return it with its size.
+        """Complete a file, which makes it visible with its purpose, name and expiry. Return the file with its size.
 
         Args:
             lease: see `begin`.
-            as_id: the id that the file shall have from now on; "" if it keeps its own. If an equal file has this id
-                already, from an earlier try of the same upload, that one is returned and this one is deleted.
+            as_id: the file's new id; "" keeps its own. If an equal file has this id, from an earlier try of the same
+                upload, the equal file is returned and this one is deleted.
 
         Raises MissingFileError, or OtherFileError if an unequal file has this id.
         """
@@ -167,14 +167,14 @@ class FileStore:
         return await self._store.run(finish)
 
     async def discard(self, file_id: str) -> None:
-        """Delete a file, complete or not, if there is one. No batch may know it."""
+        """Delete a file, complete or not, if it exists. No batch may refer to it."""
         await self._store.run(lambda execute: _delete(execute, "id = :id", {"id": file_id}))
 
     async def delete(self, file_id: str, unused: Check) -> None:
         """Delete a complete file.
 
         Args:
-            unused: finds that nothing reads the file. Its error leaves the file as it was.
+            unused: checks that nothing reads the file. Its error leaves the file as it was.
 
         Raises MissingFileError.
         """
@@ -190,10 +190,10 @@ class FileStore:
         await self._store.run(delete)
 
     async def delete_expired(self, used: Callable[[Execute], Collection[str]]) -> None:
-        """Delete the files whose time is over.
+        """Delete the files that have expired, and uploads that were given up.
 
         Args:
-            used: returns the ids of files that are kept nevertheless.
+            used: returns the ids of files that active batches read, which are kept.
         """
 
         def delete(execute: Execute) -> None:
@@ -207,7 +207,7 @@ class FileStore:
         await self._store.run(delete)
 
     async def get(self, file_id: str, owner: str | None) -> File | None:
-        """Return a file of an owner (None: of any); None if there is none."""
+        """Return the complete file with an id; None if the owner has no such file. Owner None stands for any owner."""
         found = await self._store.run(lambda execute: _get(execute, file_id), writes=False)
         return found if found is not None and owner in (None, found.owner) else None
 
@@ -217,15 +217,16 @@ class FileStore:
         Args:
             owner: None for all owners.
             purpose: "" for all purposes.
-            after: the file before the first one; None begins with the first one of all.
+            after: the file before the page's first one; None begins with the first file of all.
         """
         query = f"SELECT {_COLUMNS} FROM paceline_files WHERE {_COMPLETE}"
         wanted = {"owner": owner, "purpose": purpose or None}
         return [File(*row) for row in await read_page(self._store, query, wanted, after, limit, order)]
 
     def hold(self, file_id: str, until: float) -> Check:
-        """Return a check that a file is there. It lets the file expire no earlier than at `until`, in seconds since the
-        epoch, and locks the file's row. It raises MissingFileError.
+        """Return a check that a file exists, which raises MissingFileError.
+
+        The check moves an earlier expiry of the file to `until` (seconds since the epoch), and locks the file's row.
         """
 
         def hold(execute: Execute) -> None:
@@ -237,7 +238,7 @@ class FileStore:
         return hold
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Yield the content of a file in pieces."""
+        """Yield the content of a file in its chunks."""
         number = 0
         query = "SELECT data FROM paceline_file_chunks WHERE file_id = :id AND number = :number"
         while rows := await self._read(query, {"id": file_id, "number": number}):
@@ -249,7 +250,7 @@ class FileStore:
 
 
 def new_id() -> str:
-    """Return a new id of a file."""
+    """Return a new, random id for a file."""
     return f"file-{uuid.uuid4().hex}"
 
 
@@ -269,14 +270,14 @@ def _missing(file_id: str) -> MissingFileError:
 
 
 def _get(execute: Execute, file_id: str) -> File | None:
-    """Return a complete file; None if there is none."""
+    """Return the complete file with an id; None if there is none."""
     query = f"SELECT {_COLUMNS} FROM paceline_files WHERE id = :id AND {_COMPLETE}"
     rows, _ = execute(query, {"id": file_id, "now": time.time()})
     return File(*rows[0]) if rows else None
 
 
 def _delete(execute: Execute, where: str, fields: dict[str, Any]) -> None:
-    """Delete the files that meet a condition, with their content."""
+    """Delete the files that meet an SQL condition, with their content."""
     found, _ = execute(f"SELECT id FROM paceline_files WHERE {where}", fields)
     for (file_id,) in found:
         execute("DELETE FROM paceline_file_chunks WHERE file_id = :id", {"id": file_id})

@@ -1,4 +1,4 @@
-"""The lines of an input file: how they are read, checked and sent to the application, and the lines that answer."""
+"""The lines of an input file: reads and checks them, sends them to the application, and writes lines of answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paceline.services.gateway.http.request_scope import scope_of
 
 MAX_ID_CHARACTERS = 512
 LIMIT_KINDS = ("requests", "tokens")
-"""Types of the errors that say that a key has used its limit. If workers have no room, the error has another type."""
+"""Types of errors for a key that has used up its limit. If workers have no room, the error has another type."""
 MAX_ERRORS = 100
-"""Errors of a file that are reported. The check ends after them."""
+"""Largest number of errors of a file that are reported. The check ends after them."""
 
 Json = dict[str, Any]
 
@@ -34,7 +34,7 @@ class Line:
     """A request in an input file."""
 
     number: int
-    """From 1."""
+    """Number of the line in its file, from 1."""
     custom_id: str
     body: Json
     url: str
@@ -42,24 +42,24 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """The application's answer to a line."""
+    """The application's response to a line's request."""
 
     status: int
     request_id: str
     body: Any
     retry_after: float = 0.0
-    """Seconds after which a line that was refused may be tried again; 0 if the answer does not say it."""
+    """Seconds after which a refused line may be tried again; 0 if the response does not say it."""
     error_type: str = ""
-    """Type of the error, as OpenAI has it, whatever the form of the body; "" if there is none."""
+    """OpenAI's type of the error, whatever the form of the body; "" if there is no error."""
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the line was refused because the key of its batch has used its limit."""
+        """Whether the line was refused because its batch's key has used up a limit."""
         return self.status == 429 and self.error_type in LIMIT_KINDS
 
 
 class InvalidLineError(Exception):
-    """A line is no request that a batch can have."""
+    """A line is not a request that a batch may contain."""
 
     def __init__(self, error: LineError) -> None:
         super().__init__(error.message)
@@ -69,7 +69,8 @@ class InvalidLineError(Exception):
 async def split_lines(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[tuple[int, bytes]]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    A line of more than `max_bytes` is cut after one byte more, so that it can be told and memory stays bounded.
+    A line of more than `max_bytes` is cut one byte after the limit: it is still seen as too long, and memory stays
+    bounded.
     """
     number, rest = 1, b""
     async for piece in content:
@@ -84,7 +85,7 @@ async def split_lines(content: AsyncIterator[bytes], max_bytes: int) -> AsyncIte
 
 
 def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int, bounds: Bounds | None = None) -> Line:
-    """Return the request of a line, whose URL must be one of `endpoints`. Raises InvalidLineError."""
+    """Return the request in a line, whose URL must be one of `endpoints`. Raises InvalidLineError."""
 
     def invalid(code: str, message: str, param: str | None = None) -> InvalidLineError:
         return InvalidLineError(LineError(code, message, number, param))
@@ -125,25 +126,25 @@ class InputCheck:
     """The check of an input file, line by line.
 
     Args:
-        max_lines: most lines that a batch may have.
+        max_lines: largest number of lines of a batch.
         max_bytes: largest size of a line.
-        bounds: what a line may hold; None is no limit.
+        bounds: limits on the JSON of a line; None is no limit.
     """
 
     def __init__(self, endpoint: str, max_lines: int, max_bytes: int, bounds: Bounds | None = None) -> None:
         self.count = 0
-        """Lines that have come."""
+        """Number of lines checked so far."""
         self.errors: list[LineError] = []
         self._endpoint = endpoint
         self._max_lines = max_lines
         self._max_bytes = max_bytes
         self._bounds = bounds
         self._seen: set[bytes] = set()
-        """Digests of ids, because there may be many long ones."""
+        """Digests of the lines' ids. Digests save memory, because there may be many long ids."""
 
     @property
     def is_over(self) -> bool:
-        """Whether further lines would tell nothing new."""
+        """Whether the check may stop, because it has found as many errors as are reported."""
         return len(self.errors) >= MAX_ERRORS or self.count > self._max_lines
 
     def add(self, number: int, data: bytes) -> None:
@@ -165,19 +166,19 @@ class InputCheck:
         self._seen.add(digest)
 
     def finish(self) -> None:
-        """Note the end of the file."""
+        """End the check. Add an error if the file has no lines."""
         if self.count == 0:
             self.errors.append(LineError("empty_file", "the file has no lines"))
 
 
 def answer_line(custom_id: str, answer: LineReply) -> str:
-    """Return the line of a file of answers for a line that the application answered."""
+    """Return the line of an output file with the application's response to a line."""
     response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
     return _line(custom_id, response, None)
 
 
 def error_line(custom_id: str, code: str, message: str) -> str:
-    """Return the line of a file of errors for a line that has no answer."""
+    """Return the line of an error file for a line without a response."""
     return _line(custom_id, None, {"code": code, "message": message})
 
 
@@ -187,10 +188,10 @@ def _line(custom_id: str, response: Json | None, error: Json | None) -> str:
 
 
 async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineReply:
-    """Return the application's answer to a line. Cancelling the call ends the request.
+    """Send a line's request to the application and return the response. Cancelling the call ends the request.
 
     Args:
-        caller: who made the batch. Limits of the key hold; the key itself is not needed.
+        caller: the owner of the batch, whose key's limits hold. The key itself is not needed.
     """
     if line.body.get("stream"):
         return LineReply(400, "", {"error": {"message": "stream: a batch has no streams; leave it out"}})

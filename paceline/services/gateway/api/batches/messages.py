@@ -1,7 +1,7 @@
-"""Anthropic's message batches, made from batches in OpenAI's form.
+"""Anthropic's message batches, built on batches in OpenAI's form.
 
-The requests of a message batch become an input file whose lines name /v1/messages. Its results are read from the files
-of answers. If the batch was cancelled or has failed, the requests without an answer are found in the input file.
+The requests of a message batch become an input file whose lines name /v1/messages. Results are read from the files of
+answers. If the batch was cancelled or has failed, the input file tells which requests have no answer.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class MessageBatchesApi:
 
 
 def shown(batch: Batch) -> Json:
-    """Return a batch as Anthropic shows it. Lines count as processing until the whole batch has ended."""
+    """Return a batch as the JSON object of Anthropic's API. Lines count as processing until the batch has ended."""
     ended = not batch.is_active
     left = batch.total - batch.completed - batch.failed
     counts = {
@@ -184,7 +184,7 @@ def shown(batch: Batch) -> Json:
 
 
 def result_of(answer: Json) -> Json:
-    """Return the result in a line of a file of answers."""
+    """Return Anthropic's result for a line of a file of answers."""
     response, error = answer["response"], answer["error"]
     if response is None:
         told: Json = {"type": "expired"}
@@ -201,7 +201,7 @@ def result_of(answer: Json) -> Json:
 
 
 async def _results(files: FileStore, batch: Batch) -> AsyncIterator[bytes]:
-    """Yield the lines of a batch's results."""
+    """Yield the lines of a batch's results as JSON."""
     told: set[str] = set()
     for file_id in _answers(batch):
         async for line in _lines(files, file_id):
@@ -218,9 +218,10 @@ async def _results(files: FileStore, batch: Batch) -> AsyncIterator[bytes]:
 
 
 async def _lines(files: FileStore, file_id: str) -> AsyncIterator[Json]:
-    """Yield the lines of a file. Raises MissingFileError at the end if the file was deleted meanwhile.
+    """Yield the JSON of a file's lines. Raises MissingFileError at the end if the file was deleted meanwhile.
 
-    Results have no length by which a client could notice that some are missing, but it notices a broken answer.
+    The error breaks the response off, which a client notices. It could not notice missing results, because their number
+    is not announced.
     """
     async for _, line in split_lines(files.content(file_id), 1 << 40):
         yield json.loads(line)
@@ -253,7 +254,7 @@ def _chunks(body: CreateMessageBatch) -> Iterator[bytes]:
 
 
 def _check(body: CreateMessageBatch, most: int) -> None:
-    """Raise ApiError if a batch cannot have these requests. What their params are worth is told by their results."""
+    """Raise ApiError if a batch cannot have these requests. Faults of `params` appear in the results instead."""
     if len(body.requests) > most:
         raise ApiError(400, f"requests: a batch may have {most} requests (--max-batch-lines)", param="requests")
     seen: set[str] = set()
@@ -269,7 +270,7 @@ def _answers(batch: Batch) -> list[str]:
 
 
 def _instant(seconds: float | None) -> str | None:
-    """Return an instant in the form of RFC 3339."""
+    """Return an instant, in seconds since the epoch, in the form of RFC 3339; None for None."""
     return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

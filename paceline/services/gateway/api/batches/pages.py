@@ -1,4 +1,4 @@
-"""Pages of a list in order of creation."""
+"""Pages of a list of files or batches, in order of creation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Order = Literal["asc", "desc"]
 
 
 class Listed(Protocol):
-    """A file or a batch."""
+    """A file or a batch, as an entry of a list."""
 
     @property
     def id(self) -> str: ...
@@ -28,9 +28,9 @@ async def read_page(
     """Return at most `limit` rows in order of creation. Raises StoreError.
 
     Args:
-        query: a SELECT with a WHERE clause. Its parameter :now is the time in seconds since the epoch.
+        query: a SELECT with a WHERE clause. Its parameter :now is the present, in seconds since the epoch.
         wanted: the value that each of these columns must have; None allows any.
-        after: the row before the first one; None begins with the first one of all.
+        after: the entry before the page's first row; None begins with the first row of all.
     """
     fields = {column: value for column, value in wanted.items() if value is not None}
     conditions = [f"{column} = :{column}" for column in fields]
@@ -45,5 +45,5 @@ async def read_page(
 
 
 def ordered(order: Order) -> str:
-    """Return the ORDER BY of a list in order of creation."""
+    """Return the ORDER BY clause for a list in order of creation."""
     return f"ORDER BY created {order.upper()}, id {order.upper()}"

@@ -1,4 +1,4 @@
-"""The lines of batches that may run now, so that they use only what is idle, and those that wait."""
+"""Decides which lines of batches may run now, so that they use only idle places of workers, and which ones wait."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from paceline.services.gateway.routing.candidates import Candidate
 T = TypeVar("T")
 
 RESERVE = 0.25
-"""Share of the places of workers that batches leave free, so that a client's request finds one at once."""
+"""Fraction of the workers' places that batches leave free, so that a client's request finds a place at once."""
 FIRST_LINES = 8
-"""Lines that may run before any line has ended."""
+"""Number of lines that may run at once until a line has ended."""
 BUSY_SECONDS = 1.0
-"""Seconds between two lines that are opened while requests of clients run."""
+"""Shortest time between the starts of two lines while requests of clients run, in seconds."""
 
 
 class LinePlaces(NamedTuple):
-    """The places of workers that lines may use."""
+    """Numbers of places of workers that lines may use. A place holds one sequence."""
 
     most: int
-    """Places in all, without the reserve."""
+    """Number of places without the reserve."""
     free: int
-    """Places among `most` that no sequence occupies, as far as this gateway knows."""
+    """Number of places among `most` that no sequence occupies, as far as this gateway knows."""
 
 
 def places_of(fleet: Iterable[Candidate]) -> LinePlaces:
-    """Return the places for sequences that need a decode worker, and a prefill worker if there is any."""
+    """Return the places for lines. A line needs one at a decode worker, and one at a prefill worker if there is any."""
     found: list[LinePlaces] = []
     for role in ("decode", "prefill"):
         ready = [each for each in fleet if each.member.role == role and each.member.state == "ready"]
@@ -49,16 +49,16 @@ def places_of(fleet: Iterable[Candidate]) -> LinePlaces:
 class LineGate:
     """The gate through which each line goes before it runs.
 
-    It opens while there are free places, more slowly while requests of clients run, and not while any of them waits.
-    Its own limit grows with each line that ends, and falls by half if workers have no room after all, for example
-    because their KV memory is full.
+    The gate lets lines in while places are free, at a lower rate while requests of clients run, and not at all while
+    such requests wait. The gate's own limit of running lines grows by 1 with each line that ends, and is halved if
+    workers turn out to have no room, for example because their KV memory is full.
 
     Args:
         has_workers: returns whether a decode worker is ready.
         places: returns the places for lines.
         waiting: returns the number of requests of clients, of all gateways, that wait for a worker.
         clients: returns the number of requests of clients that run here.
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -79,25 +79,25 @@ class LineGate:
         """Lines that run, the newest last, and whether each has been stopped."""
         self._queue: deque[asyncio.Future[None]] = deque()
         self._entering = 0
-        """Lines that may run and have not begun."""
+        """Number of lines that were let in and have not begun to run."""
         self._opened = -BUSY_SECONDS
 
     def __len__(self) -> int:
-        """Return the number of lines that run or have just been let in."""
+        """Return the number of lines that run or were let in and are about to run."""
         return len(self._running) + self._entering
 
     @property
     def is_shut(self) -> bool:
-        """Whether no further line can run until a worker is ready."""
+        """Whether no further line can run before another worker is ready."""
         return not self._has_workers() and len(self) >= self._places().most
 
     async def run(
         self, work: Callable[[], Coroutine[Any, Any, T]], *, first: bool, on_enter: Callable[[], object]
     ) -> T | None:
-        """Wait until a line may run, run it, and return its result; None if it was stopped because clients wait.
+        """Wait until a line may run, run it, and return its result; None if it was stopped for waiting clients.
 
         Args:
-            first: whether the line has run before, so that it comes before new lines.
+            first: whether the line goes before new lines, because it has run before.
             on_enter: called when the line begins to run.
         """
         await self._enter(first)
@@ -115,11 +115,11 @@ class LineGate:
         return None if task.cancelled() else task.result()
 
     def note_busy(self) -> None:
-        """Note that workers had no room for a line."""
+        """Halve the limit of running lines, because workers had no room for a line."""
         self._limit = max(1.0, min(self._limit, len(self)) / 2)
 
     def open(self) -> None:
-        """Let lines run that may, and stop the newest ones if requests of clients wait."""
+        """Let waiting lines in, as many as may run now. If requests of clients wait, stop the newest lines instead."""
         if (waiting := self._waiting()) > 0:
             wanted = waiting - sum(self._running.values())
             staying = [task for task, is_stopped in self._running.items() if not is_stopped]
@@ -156,16 +156,16 @@ class LineGate:
 
 
 class RefusedLines:
-    """Lines that wait until their key may use more.
+    """Lines of a batch that were refused because their key has used up a limit, and that wait for another try.
 
-    Each is tried again after the time that its refusal names, or earlier if another line of the batch has ended: that
-    may have made room below the largest number of requests at a time. While a line waits, no further one should be
-    read, because it would only be refused, too.
+    A line is tried again after the time that its refusal names, or earlier if another line of the batch has ended. Its
+    end may have freed one of the key's concurrent requests. While a line waits, no further line should be read, because
+    it would be refused, too.
     """
 
     def __init__(self) -> None:
         self._numbers: set[int] = set()
-        """Lines that were refused when they were last tried."""
+        """Numbers of the lines whose last try was refused."""
         self._turns: deque[asyncio.Future[None]] = deque()
         self._none = asyncio.Event()
         self._none.set()
@@ -189,7 +189,7 @@ class RefusedLines:
                 self._turns.remove(turn)
 
     def note_end(self, number: int) -> None:
-        """Note that a line was tried and not refused."""
+        """Note that a line was tried and not refused. Let a waiting line try again."""
         self._numbers.discard(number)
         if not self._numbers:
             self._none.set()
@@ -199,5 +199,5 @@ class RefusedLines:
                 return
 
     async def wait_for_none(self) -> None:
-        """Wait until no line waits."""
+        """Wait until no line is refused any more."""
         await self._none.wait()

@@ -1,4 +1,4 @@
-"""The routes of batches, and all that files and batches need."""
+"""The routes of batches, and the stores and the runner that files and batches need."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Json = dict[str, Any]
 
 
 def add_batches(router: APIRouter, gateway: Gateway, store: Store | None, app: ASGIApp) -> BatchRunner | None:
-    """Add the routes of files and batches. Return what runs the batches, which the caller starts and closes.
+    """Add the routes of files and batches. Return the runner of batches, which the caller starts and closes.
 
     Args:
-        store: where they are kept; None if nothing is kept. Then all routes answer 501, and nothing runs.
+        store: the database for files and batches. If it is None, all routes answer 501, and nothing runs.
         app: the application that answers lines.
     """
     if store is None:
@@ -55,7 +55,7 @@ class BatchesApi:
     """The routes of batches.
 
     Args:
-        keep_seconds: time for which files are kept after a batch has ended.
+        keep_seconds: seconds for which files are kept after a batch has ended.
     """
 
     def __init__(self, files: FileStore, batches: BatchStore, runner: BatchRunner, keep_seconds: float) -> None:
@@ -91,7 +91,7 @@ class BatchesApi:
         return added.to_api()
 
     async def _add(self, batch: Batch) -> Batch:
-        """Add a batch. Raises ApiError or QuotaError if it may not be."""
+        """Add a batch to the store. Raises ApiError or QuotaError if it is refused."""
         file = found(await self._files.get(batch.input_file_id, batch.owner), batch.input_file_id, "input_file_id")
         if file.purpose != PURPOSE:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, not {PURPOSE!r}"
@@ -121,7 +121,7 @@ class BatchesApi:
 
 
 def _check(body: CreateBatch) -> int:
-    """Return the seconds of a new batch's window. Raises ApiError if a field is not valid."""
+    """Check the body of a new batch. Return its completion window in seconds. Raises ApiError if it is not valid."""
     if body.endpoint not in ENDPOINTS:
         reason = "embeddings are not supported yet" if body.endpoint == "/v1/embeddings" else "not for batches"
         message = f"endpoint: {reason}; this server takes {', '.join(ENDPOINTS)}"

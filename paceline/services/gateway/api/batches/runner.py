@@ -1,4 +1,4 @@
-"""The batches that this gateway runs."""
+"""Finds batches that no gateway runs, and runs them on this gateway."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.store.database import StoreError
 
 LEASE_SECONDS = 15.0
-"""A gateway that has not renewed its leases for this long has ended, and others run its batches."""
+"""Seconds for which a lease holds. A gateway that has not renewed its leases by then has lost its batches to others."""
 LOOK_SECONDS = 2.0
-"""Seconds between two looks for batches that nobody runs. Leases are renewed then, too."""
+"""Seconds between two searches for batches that no gateway runs. Leases are renewed at the same times."""
 TICK_SECONDS = 0.25
-"""Seconds between two looks whether more lines may run."""
+"""Seconds between two checks whether more lines may run."""
 AGAIN_SECONDS = 5.0
-"""Seconds after which a batch that could not go on, for example because the store failed, is tried again."""
+"""Seconds until a batch that could not go on, for example because the store failed, is tried again."""
 CLEAN_SECONDS = 60.0
-"""Seconds between two looks for files and batches whose time is over."""
+"""Seconds between two deletions of expired files and batches."""
 MOST_RUNS = 64
-"""Batches that one gateway runs at the same time. Their lines take turns."""
+"""Largest number of batches that one gateway runs at the same time. Their lines take turns."""
 MOST_RUNS_OF_KEY = 4
-"""Batches of one key that one gateway runs at the same time, so that long batches of a key do not block other keys."""
+"""Largest number of batches of one key that a gateway runs at a time. So a key's batches do not block other keys."""
 
 log = logging.getLogger(__name__)
 
@@ -65,17 +65,17 @@ class BatchRunner:
         self._keeping = [asyncio.create_task(self._look_for_batches()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
-        """Stop all batches and give their leases back, so that others go on at once."""
+        """Stop all batches and give their leases back, so that other gateways can go on at once."""
         await end_tasks(*self._keeping, *self._tasks.values())
 
     def wake(self) -> None:
-        """Look for batches now."""
+        """Search for batches now, without waiting for the next LOOK_SECONDS."""
         self._looked.set()
 
     async def cancel(self, batch: Batch) -> Batch:
-        """Cancel a batch and return it as it is then. Another gateway that runs it notices soon.
+        """Cancel a batch and return it in its new state. If another gateway runs the batch, that gateway notices soon.
 
-        Raises ApiError if it has ended or was deleted.
+        Raises ApiError if the batch has ended or was deleted.
         """
         if batch.status != "cancelling":
             try:
@@ -163,7 +163,7 @@ class BatchRunner:
                 self.wake()
 
     def _gate_of(self, line: Line) -> LineGate:
-        """Return the gate of the line's model. A line for no model is refused, so that any open gate does."""
+        """Return the gate of the line's model. A line for no known model will be refused, so any open gate is good."""
         name = line.body.get("model")
         if isinstance(name, str) and name in self._gates:
             return self._gates[name]
@@ -189,7 +189,7 @@ def _gate(model: ModelFleet) -> LineGate:
 
 
 def _places(model: ModelFleet) -> LinePlaces:
-    """Return the places for lines. Without a worker, one line may wait, so that a planner starts one."""
+    """Return a model's places for lines. Without a worker, one line may run: its waiting lets a planner start one."""
     if model.fleet.may_be_empty and not model.fleet.has_decode_worker:
         return LinePlaces(1, 1)
     return places_of(model.fleet.snapshot())

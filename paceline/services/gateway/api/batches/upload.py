@@ -1,4 +1,4 @@
-"""The multipart body of an upload, read piece by piece. The file's bytes are passed on and never kept."""
+"""Reads the multipart body of an upload piece by piece. The file's bytes are passed on and never kept."""
 
 from __future__ import annotations
 
@@ -8,17 +8,15 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from paceline.services.gateway.http.errors import ApiError
 
 MAX_FIELD_BYTES = 1024
-"""Largest value of a field that is no file."""
+"""Largest size of the value of a field that is no file, in bytes."""
 MAX_HEADER_BYTES = 8 << 10
-"""Largest size of the headers of a part."""
+"""Largest size of the headers of one part, in bytes."""
 MAX_PARTS = 16
 MAX_NAME_CHARACTERS = 255
 
 
 class Upload:
-    """One upload, while its body comes.
-
-    Raises ApiError from all methods if the body is not valid.
+    """The reader of one upload's body. All methods raise ApiError if the body is not valid.
 
     Args:
         content_type: the header Content-Type.
@@ -30,13 +28,13 @@ class Upload:
         if kind != b"multipart/form-data" or not boundary:
             raise ApiError(400, "an upload needs the header Content-Type: multipart/form-data; boundary=…")
         self.fields: dict[str, str] = {}
-        """The fields that have come and are no file."""
+        """Values of the fields read so far, by name, without the file."""
         self.filename: str | None = None
         """Name of the file; None if its part has not begun."""
         self._headers: dict[bytes, bytes] = {}
         self._header = [b"", b""]
         self._header_bytes = 0
-        """Bytes of the headers of the part that comes."""
+        """Size of the headers read so far of the present part, in bytes."""
         self._name = ""
         self._value = bytearray()
         self._parts = 0
@@ -61,7 +59,7 @@ class Upload:
             raise _invalid(str(error)) from error
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Read a piece of the body and return the file's bytes in it."""
+        """Read a piece of the body and return the bytes in it that belong to the file."""
         try:
             self._parser.write(data)
         except FormParserError as error:

@@ -15,14 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 STATIC = Path(__file__).parent / "static"
-"""Folder of the page's own files."""
+"""Folder of the console's own files."""
 _CHART_PACKAGE = "youplot"
 """A package whose wheel carries uPlot. It is never imported."""
 _CHART_FILES = {
     "uplot.iife.min.js": "2d27e8ad3d228164525ce213f9dc716f39b4e3aee0cc773fb3491c96cf4921a2",
     "uplot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
 }
-"""SHA-256 of the files in uPlot's own release 1.6.31. Other files are not served."""
+"""Names of the chart library's files, with their SHA-256 in uPlot's release 1.6.31. Other files are not served."""
 _LEAST_COMPRESSED = 500
 """Size in bytes below which compression is not worth its header."""
 
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class StaticFile:
-    """One file, with its tag. It is compressed when a client first asks for that."""
+    """One file, with its ETag. The file is compressed when a client first accepts compression."""
 
     def __init__(self, name: str, content: bytes) -> None:
         self._content = content
@@ -53,12 +53,12 @@ class StaticFile:
 
     @functools.cached_property
     def _packed(self) -> bytes | None:
-        """The compressed form; None if it is not worth its header."""
+        """The compressed content; None if the file is too small to compress."""
         packed = gzip.compress(self._content, mtime=0) if len(self._content) >= _LEAST_COMPRESSED else self._content
         return packed if len(packed) < len(self._content) else None
 
     def response(self, request: Request) -> Response:
-        """Return the file, compressed if the client accepts it, or 304 if the client has it already."""
+        """Return the file, compressed if the client accepts this, or status 304 if the client has the file already."""
         headers = {**HEADERS, "etag": self._tag}
         if self._tag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -68,13 +68,13 @@ class StaticFile:
 
 
 def read_files() -> Mapping[str, StaticFile]:
-    """Return all files by name. Without the chart library the console still works, and shows no charts."""
+    """Read all files of the console and return them by name. Without the chart library, the console shows no charts."""
     own = ((path.name, path.read_bytes()) for path in sorted(STATIC.iterdir()) if path.is_file())
     return {name: StaticFile(name, content) for name, content in (*own, *chart_files())}
 
 
 def chart_files() -> Iterator[tuple[str, bytes]]:
-    """Yield the files of the chart library, by name and content. Without the right package there are none."""
+    """Yield the name and content of each file of the chart library; nothing if the right package is not installed."""
     found = importlib.util.find_spec(_CHART_PACKAGE)  # finds it without running its code
     folders = [] if found is None else list(found.submodule_search_locations or ())
     for name, digest in _CHART_FILES.items():

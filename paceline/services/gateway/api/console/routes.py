@@ -46,7 +46,7 @@ class ConsoleApi:
         return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))
 
     async def requests(self, limit: Annotated[int, Query(ge=1, le=MOST_REQUESTS)] = 100) -> dict[str, Any]:
-        """Return the newest requests of this gateway, whose traces are at /trace/{own_id}."""
+        """Return the newest requests of this gateway. The trace of each is at /trace/{own_id}."""
         now = time.monotonic()
         return {"requests": [summarize(trace, now) for trace in self._gateway.traces.newest(limit)]}
 

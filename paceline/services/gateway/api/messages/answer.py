@@ -29,12 +29,12 @@ _NO_STOP: Json = {"stop_reason": None, "stop_sequence": None}
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """The form of the answer to one request."""
+    """Formats the answer to one request as a message of the Messages API."""
 
     request_id: str
     model: str
     shows_thinking: bool = True
-    """Whether thinking blocks have their text."""
+    """Whether thinking blocks show the text of the reasoning."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         """Return the body of a response that is not streamed."""
@@ -54,17 +54,23 @@ class MessageFormat:
         return self.message(content, _stop_fields(answer, has_calls), usage)
 
     def message(self, content: list[Json], stop: Json, usage: Json) -> Json:
-        """Return a message with its content blocks, the fields that say why it ended, and its usage."""
+        """Return the JSON of a message.
+
+        Args:
+            content: the content blocks.
+            stop: the fields that say why the answer ended.
+            usage: the usage in Anthropic's form.
+        """
         message_id = self.request_id if self.request_id.startswith("msg_") else f"msg_{self.request_id}"
         head = {"id": message_id, "type": "message", "role": "assistant", "model": self.model}
         return {**head, "content": content, **stop, "usage": _usage_fields(usage)}
 
 
 class MessageWriter:
-    """The stream of a message; see `StreamWriter`.
+    """Converts the deltas of an answer into the events of a message's stream; a `StreamWriter`.
 
     Args:
-        usage: returns the usage, counting all tokens that have come.
+        usage: returns the usage, with all tokens generated so far.
     """
 
     def __init__(self, message_format: MessageFormat, usage: Callable[[], Json]) -> None:
@@ -82,7 +88,7 @@ class MessageWriter:
         return b"" if self._has_begun else self.ping()
 
     def ping(self) -> bytes:
-        """Return a ping, after the event that begins the stream if it has not been sent."""
+        """Return a ping event. If the stream has not begun, put the event that begins it in front."""
         ping = event({"type": "ping"}, "ping")
         if self._has_begun:
             return ping
@@ -118,7 +124,7 @@ class MessageWriter:
                 return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _enter(self, part: Part) -> bytes:
-        """Return the events that open a block for a part, if it does not belong to the open one."""
+        """Return the events that open a content block for a part; b"" if the part belongs to the open block."""
         if self._open is type(part):
             return b""
         closed = self._close()
@@ -128,7 +134,7 @@ class MessageWriter:
         return closed + event(start, "content_block_start")
 
     def _close(self) -> bytes:
-        """Return the events that end the open block, if there is one."""
+        """Return the events that end the open content block; b"" if no block is open."""
         if self._open is None:
             return b""
         signature = self._delta({"type": "signature_delta", "signature": ""}) if self._open is Reasoning else b""
@@ -144,7 +150,7 @@ def _stop_fields(answer: Delta, has_calls: bool) -> Json:
 
     Args:
         answer: the whole answer, or its last delta.
-        has_calls: whether there are tool calls in the answer.
+        has_calls: whether the answer has tool calls.
     """
     # Of Anthropic's reasons, this one alone says that an answer was cut off. It also stands for an answer that was
     # aborted or repeated itself.
@@ -156,7 +162,7 @@ def _stop_fields(answer: Delta, has_calls: bool) -> Json:
 
 
 def _usage_fields(usage: Json) -> Json:
-    """Return a usage in Anthropic's form, which counts cached tokens of the prompt apart from the others."""
+    """Return a usage in Anthropic's form, which counts cached prompt tokens separately from other prompt tokens."""
     details = usage["prompt_tokens_details"]
     cached, created = details["cached_tokens"], details.get("cache_creation_tokens", 0)
     return {
@@ -180,10 +186,10 @@ def _empty_block(part: Part) -> Json:
 
 
 def _object(text: str) -> Json:
-    """Return the arguments of a call as an object.
+    """Return the arguments of a call, from their JSON text, as an object.
 
-    If the call was cut off, the object has the members that are complete, as clients make it from a stream. The
-    stop_reason says that the call must not be carried out.
+    If the call was cut off, the object has only the complete members, as clients of a stream would read them. The
+    stop_reason then says that the call must not be carried out.
     """
     try:
         value = from_json(text, allow_partial=True, allow_inf_nan=False)
@@ -193,9 +199,9 @@ def _object(text: str) -> Json:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value from JSON with the largest doubles in place of numbers that are larger, which have no other form.
+    """Return a value from JSON in which the largest double replaces larger numbers, because JSON has no infinity.
 
-    The value is not nested deeply, because the library reads no such one.
+    The recursion is safe: the library that reads JSON refuses deeply nested values.
     """
     match value:
         case float():

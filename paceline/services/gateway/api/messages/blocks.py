@@ -40,14 +40,14 @@ class TextBlock(Marked):
 
 
 class ThinkingBlock(Body):
-    """Reasoning of an earlier answer. Its signature is ignored: this server makes none."""
+    """Reasoning of an earlier answer. Its signature is ignored, because this server makes no signatures."""
 
     type: Literal["thinking"]
     thinking: str
 
 
 class RedactedThinkingBlock(Body):
-    """Encrypted reasoning of an earlier answer, which nobody here can read."""
+    """Encrypted reasoning of an earlier answer, which this server cannot read and the model does not see."""
 
     type: Literal["redacted_thinking"]
 
@@ -86,7 +86,7 @@ class ImageBlock(Marked, Placed):
 
 
 class SearchResultBlock(Marked):
-    """A passage that a tool has found, with its title and where it is from."""
+    """A passage that a tool has found, with its title and its source."""
 
     type: Literal["search_result"]
     title: str
@@ -108,7 +108,7 @@ class DocumentBlock(Marked):
 
     @property
     def contents(self) -> str | None:
-        """The text itself; None if the document is of another kind."""
+        """The document's text; None if the document is not text."""
         match self.source:
             case {"type": "text", "data": str(text)} | {"type": "content", "content": str(text)}:
                 return text
@@ -136,7 +136,7 @@ class ReadableDocument(DocumentBlock):
 
 
 ShownBlock: TypeAlias = TextBlock | ImageBlock | SearchResultBlock | DocumentBlock
-"""What the model can see of a message of the user."""
+"""The blocks of a user's message, and of a tool's result, that the model can see."""
 
 
 class UnreadBlock(Marked):
@@ -150,14 +150,15 @@ class UnreadBlock(Marked):
 
 
 class HostedToolBlock(Body):
-    """A call of a tool that Anthropic's servers run, or its result. The model does not see it: it has no such tool."""
+    """A call of a tool that Anthropic's servers run, or its result. The model does not see this block."""
 
     type: HostedToolKind
 
 
 def _of_type(*kinds: str) -> BeforeValidator:
-    """Return a check that a content block is of one of these types, or belongs to a hosted tool. Its error says what
-    this API supports.
+    """Return a check that a content block has one of these types, or belongs to a hosted tool.
+
+    The error of the check says which types this API supports.
     """
 
     def check(block: Any) -> Any:
@@ -176,7 +177,7 @@ ResultBlock: TypeAlias = Annotated[TextBlock | ImageBlock | SearchResultBlock | 
 
 
 class ToolResultBlock(Marked):
-    """The result of a tool call."""
+    """The result of a tool call, in a message of the user."""
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(min_length=1)

@@ -22,7 +22,7 @@ class MessageUsage(AnswerBody):
 
 
 class ContentBlock(AnswerBody):
-    """A text, thinking, or the use of a tool; it has the fields of its type."""
+    """A content block: text, thinking, or a tool call. It has the fields of its type."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str = ""
@@ -45,7 +45,7 @@ class AnsweredMessage(AnswerBody):
 
 
 class MessageEvent(AnswerBody):
-    """An event of a stream; it has the fields of its type."""
+    """An event of a message's stream. It has the fields of its type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -77,4 +77,4 @@ class MessageError(AnswerBody):
 
 
 MESSAGE_ERRORS = errors_of(MessageError)
-"""Answers that every route of the Messages API may give."""
+"""FastAPI's `responses` for the errors that every route of the Messages API may give."""

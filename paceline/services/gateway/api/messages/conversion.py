@@ -1,4 +1,4 @@
-"""Conversion of bodies of the Messages API to those of chats. Pure functions."""
+"""Converts bodies of the Messages API to bodies of chats. Pure functions."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from paceline.services.gateway.planning.schemas import ChatFields, ChatRequest
 Json = dict[str, Any]
 
 _BILLING = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
-"""A line that Claude Code puts before its instructions. It changes from request to request, so a prompt with it would
-never begin like an earlier one, and nothing of it would be cached."""
+"""A line that Claude Code puts before its instructions, and that is removed. The line changes with each request, so
+prompts with the line would never begin alike and never be found in the cache."""
 
 
 def chat_fields(body: CountRequest) -> ChatFields:
-    """Return the conversation of a request. Raises InvalidRequestError if nothing can answer it."""
+    """Return the conversation of a request as fields of a chat. Raises InvalidRequestError if it cannot be answered."""
     return ChatFields(**_prompt_fields(body))
 
 
@@ -61,10 +61,10 @@ def chat_request(body: MessagesRequest, forms: AnswerForms) -> ChatRequest:
     """Return the chat request that asks for the same answer.
 
     Args:
-        forms: how the model writes. If it is not known to reason, it stays below any budget, so the budget is left out.
+        forms: how the model writes. Without a form of reasoning, the request's budget for thinking is left out.
 
     Raises:
-        InvalidRequestError: nothing can answer the conversation.
+        InvalidRequestError: the conversation cannot be answered.
         ApiError: the tools, or the choice among them, contradict each other.
     """
     parallel = body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use
@@ -87,7 +87,7 @@ def chat_request(body: MessagesRequest, forms: AnswerForms) -> ChatRequest:
 
 
 def _prompt_fields(body: CountRequest) -> Json:
-    """Return the fields of `ChatFields`."""
+    """Return the values of the fields of `ChatFields` for a conversation."""
     messages = list(_messages(body))
     continues = body.messages[-1].role == "assistant"
     if continues and messages[-1].tool_calls:
@@ -111,7 +111,7 @@ def _prompt_fields(body: CountRequest) -> Json:
 
 
 def _messages(body: CountRequest) -> Iterator[ChatMessage]:
-    """Return the messages of a conversation. Neighbours of one role count as one, as in Anthropic's API."""
+    """Yield the chat messages of a conversation. As in Anthropic's API, neighbours of one role are joined."""
     system = [] if body.system is None else [SystemMessage(role="system", content=body.system)]
     for role, neighbours in itertools.groupby([*system, *body.messages], key=lambda message: message.role):
         blocks = [block for message in neighbours for block in _blocks(message.content)]
@@ -134,7 +134,7 @@ def _system(blocks: Sequence[TextBlock]) -> Iterator[ChatMessage]:
 
 
 def _user(blocks: Sequence[UserBlock]) -> Iterator[ChatMessage]:
-    """Return a message for each result of a tool, and one for the text. Results come first, right after their calls."""
+    """Yield a message for each tool result, then one for all other blocks. Results must follow their calls at once."""
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             mark = _last_mark([block, *_blocks(block.content or "")])
@@ -187,7 +187,7 @@ def _tool(tool: Tool) -> ToolDefinition:
 
 
 def _last_mark(blocks: Sequence[object]) -> CacheControl | None:
-    """Return the last cache breakpoint of these blocks."""
+    """Return the last cache breakpoint of these blocks; None if they have none."""
     marks = (block.cache_control for block in reversed(blocks) if isinstance(block, Marked))
     return next((mark for mark in marks if mark is not None), None)
 

@@ -24,7 +24,7 @@ from paceline.services.gateway.planning.plan import Plan
 
 
 def add_messages(router: APIRouter, gateway: Gateway) -> None:
-    """Add the Messages API to a router. Query parameters and the headers of its versions change nothing."""
+    """Add the Messages API to a router. Query parameters and the headers for versions of the API are ignored."""
     api = MessagesApi(gateway)
     router.post(
         "/v1/messages", response_model=None, responses=answers(AnsweredMessage, chunk=MessageEvent) | MESSAGE_ERRORS
@@ -69,7 +69,7 @@ class MessagesApi:
 
 
 async def _plan(model: ModelFleet, body: MessagesRequest, request: Request) -> Plan:
-    """Return the plan of a message. Raises ApiError and the errors of `plan_conversation`."""
+    """Return the plan of a request. Raises ApiError and the errors of `plan_conversation`."""
     chat = await aside(request, chat_request, body, model.forms)
     try:
         return await plan_conversation(model, chat, request)

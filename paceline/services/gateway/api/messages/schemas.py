@@ -27,7 +27,7 @@ class AssistantMessage(Body):
 
 
 class SystemMessage(Body):
-    """Instructions amid the conversation."""
+    """A system message within the conversation."""
 
     role: Literal["system"]
     content: str | list[TextBlock]
@@ -37,10 +37,10 @@ Message: TypeAlias = Annotated[UserMessage | AssistantMessage | SystemMessage, F
 
 
 class Tool(Marked):
-    """An entry of `tools`: a tool of the client's, or one that Anthropic hosts or defines."""
+    """An entry of `tools`: a tool that the client defines, or one that Anthropic hosts or defines."""
 
     type: str | None = None
-    """ "custom" or nothing for a tool of the client's own."""
+    """ "custom" or None for a tool that the client defines; otherwise the type of Anthropic's tool."""
     name: str | None = Field(None, min_length=1, max_length=256)
     description: str | None = None
     input_schema: Json | None = None
@@ -48,7 +48,7 @@ class Tool(Marked):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the request itself says what the tool takes."""
+        """Whether the client defines the tool, so that the request has the schema of its input."""
         return self.type in (None, "custom")
 
     @model_validator(mode="after")
@@ -75,9 +75,9 @@ class Thinking(Body):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=0)
-    """The largest number of tokens of reasoning. A model that does not reason stays below any budget."""
+    """Largest number of tokens of reasoning. Ignored for models without reasoning."""
     display: Literal["summarized", "omitted"] | None = None
-    """ "omitted" leaves the text of thinking blocks empty."""
+    """ "omitted" leaves the text of thinking blocks empty; otherwise blocks have the whole reasoning."""
 
 
 class OutputFormat(Body):
@@ -102,9 +102,9 @@ class CountRequest(NamedRequest):
     output_format: OutputFormat | None = None
     """An older name for the field `format` of `output_config`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Names for the model's chat template, as in chats."""
+    """Further names for the model's chat template; vLLM's field."""
     mm_processor_kwargs: dict[str, Any] | None = None
-    """Options of the model's preprocessing of media, as in chats."""
+    """Options of the model's preprocessing of media; vLLM's field."""
     cache_control: CacheControl | None = None
     """A cache breakpoint at the end of the prompt. Prompts are cached without it, too: a breakpoint is a hint."""
     context_management: Any = None
@@ -118,7 +118,7 @@ class CountRequest(NamedRequest):
 
 
 class MessagesRequest(CountRequest):
-    """The body of POST /v1/messages: Anthropic's fields, and a few of ours that chats have, too."""
+    """The body of POST /v1/messages: Anthropic's fields, and some of this server's fields for chats."""
 
     max_tokens: int = Field(ge=1)
     stop_sequences: Annotated[list[StopString], Field(max_length=16)] | None = None
@@ -128,5 +128,5 @@ class MessagesRequest(CountRequest):
     stream: bool = False
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
-    """Requests with different salts share no cached blocks. Those of other keys are not shared whatever it is."""
+    """Requests with equal salts may share cached blocks, within one key unless the operator lets keys share."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)

@@ -34,11 +34,12 @@ class ModelList(AnswerBody):
 
 
 class PromptTokensDetails(AnswerBody):
-    """Numbers of tokens. Those of media are there only if the prompt has such media."""
+    """Numbers of tokens of the prompt. The numbers for a kind of media are missing if the prompt has no such media."""
 
     cached_tokens: int
     cache_creation_tokens: int = 0
-    """Tokens before the last cache breakpoint that were not cached. Only there if the request has breakpoints."""
+    """Number of tokens before the last cache breakpoint that were not cached. Missing if the request has no
+    breakpoints."""
     image_tokens: int = 0
     video_tokens: int = 0
     audio_tokens: int = 0
@@ -115,7 +116,7 @@ class CompletionChunk(Head):
 class CalledFunction(AnswerBody):
     name: str
     arguments: str
-    """JSON text."""
+    """The arguments of the call as JSON text."""
 
 
 class CalledTool(AnswerBody):
@@ -207,7 +208,7 @@ class Tokens(AnswerBody):
 
 
 class TokenizerInfo(AnswerBody):
-    """The settings of the tokenizer, as in the model's tokenizer_config.json, and the chat template in use."""
+    """The values of the model's tokenizer_config.json, with the chat template in use."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -220,7 +221,7 @@ class Text(AnswerBody):
 
 
 class BatchChoice(ChatChoice, AboutPrompt):
-    """The answer to one conversation."""
+    """The answer to one conversation of a batch, with the fields about its prompt."""
 
 
 class ChatBatch(Head):

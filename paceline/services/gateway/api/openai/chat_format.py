@@ -15,7 +15,7 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
 class ChatFormat(ResponseFormat):
-    """Responses of POST /v1/chat/completions."""
+    """Formats deltas as responses of POST /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -28,7 +28,7 @@ class ChatFormat(ResponseFormat):
         self._is_parsed = any(prompt.answer is not None for prompt in plan.prompts)
         self._stop_for_calls = "stop" if isinstance(request.choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
-        """Choices with tool calls."""
+        """Indexes of choices that have begun a tool call."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [self._choice(choice) for choice in choices]
@@ -64,7 +64,7 @@ class ChatFormat(ResponseFormat):
         yield self._chunk([choice])
 
     def _pieces(self, delta: Delta) -> list[Json | TextChunk]:
-        """Return what clients see of a delta's parts: texts, and `delta` objects with the heads of calls."""
+        """Return the chunks for a delta's parts: texts, and `delta` objects with the beginnings of tool calls."""
         if not delta.parts:
             # A parser holds back what may be a marker. Then an empty text would end a client's view of the reasoning.
             return [TextChunk(delta.index, delta.text)] if delta.text or not self._is_parsed else []
@@ -128,7 +128,7 @@ class ChatFormat(ResponseFormat):
 
 
 def _text_fields(text: str, place: str | int) -> Json:
-    """Return the `delta` object of a `TextChunk`."""
+    """Return the `delta` object for a text; see `TextChunk` about its place."""
     if isinstance(place, int):
         return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
     return {"content": text} if place == "content" else {"reasoning": text, "reasoning_content": text}

@@ -13,7 +13,7 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
 class CompletionFormat(ResponseFormat):
-    """Responses of POST /v1/completions."""
+    """Formats deltas as responses of POST /v1/completions."""
 
     whole_object = chunk_object = "text_completion"
 
@@ -76,7 +76,7 @@ class CompletionFormat(ResponseFormat):
         return self._format.completion([*scores, *delta.tokens], token_ids, offsets)
 
     def _surplus(self, delta: Delta) -> int:
-        """Return the number of characters that the tokens of the prompt have before the client's text.
+        """Return the number of characters that the prompt's tokens have in front of the client's text.
 
         Some tokenizers write a token or a space before a text.
         """

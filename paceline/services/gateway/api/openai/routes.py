@@ -45,16 +45,16 @@ from paceline.services.gateway.planning.schemas import (
 )
 
 LIST_PIECE = 10_000
-"""Values of a long list that are written at once, while no other thread runs."""
+"""Number of values of a long list that are written to JSON at once, while no other thread runs."""
 
 _ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
-"""Fields about one prompt. A chat has them beside its choices, a batch in each choice."""
+"""Fields about one prompt. A chat has these fields next to `choices`, a batch of chats in each choice."""
 
 Conversation = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
 def write_list(values: Sequence[int] | Sequence[str]) -> str:
-    """Return a list as JSON. It may have millions of values."""
+    """Return a list as JSON text, written in pieces because it may have millions of values."""
     pieces = (json.dumps(values[begin : begin + LIST_PIECE])[1:-1] for begin in range(0, len(values), LIST_PIECE))
     return f"[{', '.join(pieces)}]"
 
@@ -151,7 +151,7 @@ class OpenAiApi:
 
 
 class ChatBatchRequest(ChatRequest):
-    """The body: the fields of a chat, which hold for all conversations, and a list of conversations in `messages`."""
+    """The body of POST /v1/chat/completions/batch: conversations in `messages`, and a chat's fields for all of them."""
 
     messages: Annotated[list[Conversation], Field(min_length=1, max_length=MAX_CHOICES)]  # type: ignore[assignment]
 

@@ -20,18 +20,18 @@ class ServerInfo(AnswerBody):
     max_model_len: int
     started: int
     members: dict[str, int]
-    """Number of services that can be reached, by role."""
+    """Number of services that the gateway can reach, by role."""
     options: Json
 
 
 class Load(AnswerBody):
     server_load: int
-    """Requests that wait or run."""
+    """Number of requests that wait or run."""
 
 
 class FleetWorker(AnswerBody):
     model_name: str
-    """The model of its fleet, as clients call it."""
+    """Name of the worker's model, as clients send it."""
     worker_id: str
     role: str
     epoch: int
@@ -39,13 +39,13 @@ class FleetWorker(AnswerBody):
     host_id: str
     state: str
     model: str
-    """Digest of the model that it has loaded."""
+    """Digest of the model that the worker has loaded."""
     max_model_len: int
     max_seqs: int
     numerics: str | None
     release: str
     wire: str
-    """Versions of the protocol between services, such as "1-2"."""
+    """Versions of the protocol between services that the worker speaks, such as "1-2"."""
     running: int
     waiting: int
     in_flight: int
@@ -73,7 +73,7 @@ class LeaseBody(AnswerBody):
 
 
 class OwnedBlocks(AnswerBody):
-    """Blocks of an owner's leases in one state."""
+    """Blocks of one owner's leases that are in one state."""
 
     owner: str
     state: str
@@ -89,14 +89,14 @@ class FleetHost(AnswerBody):
 
 class SilentHost(FleetHost):
     error: str
-    """Why there is no ledger."""
+    """Reason why the host's ledger could not be read."""
 
 
 class HostLedger(FleetHost):
     hit_rate: float | None
-    """Share of prompt tokens that were found in the cache, among those that were looked up; None if there were none."""
+    """Fraction of the looked-up prompt tokens that were found in the cache; None if no token was looked up."""
     encoding_hit_rate: float | None
-    """The same for rows of encodings of images, frames and audio."""
+    """Fraction of the looked-up encoder rows (of images, frames and audio) that were cached; None without look-ups."""
     total: int
     free: int
     held: int
@@ -106,11 +106,11 @@ class HostLedger(FleetHost):
     expired_leases: int
     evicted_blocks: int
     hinted_blocks: int
-    """Blocks about which there were hints that requests need them again."""
+    """Number of blocks for which hints said that requests will need them again."""
     hinted_kept_blocks: int
-    """Number of these that were requested again while they were cached."""
+    """Number of hinted blocks that were requested again while they were cached."""
     hinted_wasted_blocks: int
-    """Number of these that were evicted before."""
+    """Number of hinted blocks that were evicted before a request needed them."""
     prefix_queries_tokens: int
     prefix_hits_tokens: int
     encoding_queries_rows: int
@@ -119,13 +119,13 @@ class HostLedger(FleetHost):
     leases_left_out: int
     blocks_left_out: int
     used_by_group: dict[str, int]
-    """Blocks that leases have. Their sum is held + in_flight."""
+    """Number of blocks that leases have, by group. The sum is held + in_flight."""
     cached_by_group: dict[str, int]
-    """Blocks that are cached and could be evicted. Their sum is cached."""
+    """Number of cached blocks that could be evicted, by group. The sum is cached."""
     blocks_of_leases: int
     adds_up: bool
     owners: list[OwnedBlocks]
-    """Blocks that are held or in flight, by owner and state. Their sum is held + in_flight."""
+    """Blocks that are held or in flight, by owner and state. Their number is held + in_flight."""
     leases: list[LeaseBody]
 
 
@@ -158,21 +158,21 @@ class WorkerSteps(AnswerBody):
     epoch: int
     max_batched_tokens: int
     takes_turns: bool
-    """Whether it shares its cores with other workers, and takes turns with them."""
+    """Whether the worker shares its cores with other workers, and takes turns with them."""
     itl_target_seconds: float
-    """Target for the time between two tokens by which they take turns; 0 if none was given."""
+    """Target for the inter-token latency that the turns aim at, in seconds; 0 if no target was set."""
     steps: list[list[float]]
-    """Newest steps in order, each with the numbers that FleetSteps.fields names."""
+    """Newest steps, the newest last. Each step is a list of the numbers that FleetSteps.fields names."""
 
 
 class HostBlocks(AnswerBody):
     host_id: str
     token_bytes: float
-    """Bytes of KV for each token of a context."""
+    """Size of the KV of one token, in bytes."""
     fetched_bytes: int
     """Bytes that the host has fetched from other hosts since its start."""
     fetch_seconds: float
-    """Time that these fetches took."""
+    """Time that fetches from other hosts took since the host's start, in seconds."""
 
 
 class FleetSteps(AnswerBody):
@@ -218,12 +218,12 @@ class RequestLine(AnswerBody):
     generated_tokens: int
     attempts: int
     workers: list[str]
-    """Workers that took part last, by name."""
+    """Names of the workers of the request's last attempt."""
 
 
 class RequestList(AnswerBody):
     requests: list[RequestLine]
-    """The newest first."""
+    """The gateway's requests, the newest first."""
 
 
 class RoleState(AnswerBody):
@@ -231,7 +231,7 @@ class RoleState(AnswerBody):
     ready: int
     draining: int
     given_up: int
-    """Workers that kept ending, so that the supervisor does not start them any more."""
+    """Number of workers that ended again and again, so that the supervisor no longer starts them."""
 
 
 class Scale(AnswerBody):

@@ -19,7 +19,7 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 
 RESET_SECONDS = 10.0
-"""Deadline of one member's answer. A worker answers between two steps of its engine."""
+"""Longest time until one member answers, in seconds. A worker answers between two steps of its engine."""
 
 Reply = TypeVar("Reply")
 
@@ -31,9 +31,10 @@ def add_cache_reset(router: APIRouter, gateway: Gateway) -> None:
     async def reset(
         reset_running_requests: Annotated[bool, Query()] = False, model: str | None = None
     ) -> dict[str, Any]:
-        """Forget all cached blocks that no running request uses: those of arenas, disk tiers and devices.
+        """Forget all cached blocks that no running request uses, in arenas, disk tiers and devices.
 
-        Those of all models, or of the one that the parameter names.
+        Args:
+            model: the model whose blocks are forgotten; None for all models.
         """
         if reset_running_requests:
             message = "reset_running_requests is not supported; end the requests with /abort_requests first"
@@ -64,7 +65,7 @@ async def _reset_pool(worker: RemoteWorker) -> worker_pb2.ResetPoolReply:
 
 
 async def _all(calls: Iterable[Awaitable[Reply]]) -> list[Reply]:
-    """Wait for all calls, then raise the first error or return the replies."""
+    """Wait until all calls have ended. Then raise the first error, or return the replies."""
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -73,7 +74,7 @@ async def _all(calls: Iterable[Awaitable[Reply]]) -> list[Reply]:
 
 
 async def _answer(call: Awaitable[Reply], member: RemoteWorker, gone: Reply) -> Reply:
-    """Return the member's reply, or `gone` if it leaves. Raises UnavailableError if it does not answer."""
+    """Return a member's reply, or `gone` if the member leaves. Raises UnavailableError if it does not answer."""
     try:
         return await call
     except grpc.aio.AioRpcError as error:

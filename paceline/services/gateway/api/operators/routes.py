@@ -31,7 +31,7 @@ from paceline.services.gateway.telemetry.trace_book import KEPT
 from paceline.services.gateway.telemetry.trace_json import describe
 
 LEASES = 100
-"""Leases of a host that /fleet shows by default; a client may ask for up to MOST_LEASES."""
+"""Number of leases of each host that /fleet shows by default. A client may ask for up to MOST_LEASES."""
 MOST_LEASES = 5000
 
 
@@ -94,7 +94,7 @@ class OperatorsApi:
         holds: Annotated[int | None, Query(ge=1, le=MOST_LEASES, deprecated=True)] = None,
         model: str | None = None,
     ) -> dict[str, Any]:
-        """Return the fleets of all models, or of the one that the parameter names."""
+        """Return the workers, hosts and planners of all models, or of the model that is named."""
         models = self._gateway.named(model)
         leases = holds or leases  # `holds` was the name in earlier releases
         fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
@@ -116,7 +116,7 @@ class OperatorsApi:
 
 
 async def _read_kv_usage(model: ModelFleet) -> None:
-    """Ask the hosts of a model how many of their blocks are in use now."""
+    """Ask a model's hosts how many of their blocks are in use now, for the metrics."""
     hosts = [host for host in model.fleet.hosts() if host.available]
     ledgers = await asyncio.gather(*(_ledger(host, 1) for host in hosts))
     kv_usage = {
@@ -165,7 +165,7 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
 
 
 def _plan(worker: RemoteWorker) -> dict[str, Any]:
-    """Return what a planner has decided, the newest decision last. Ages are as of its last report."""
+    """Return a planner's decisions, the newest last. Their ages in seconds are as of the planner's last report."""
     plan = worker.member.plan
     return {
         "worker_id": worker.member.worker_id,
@@ -180,7 +180,7 @@ def _plan(worker: RemoteWorker) -> dict[str, Any]:
 
 
 async def _ledger(host: RemoteWorker, most_leases: int) -> dict[str, Any]:
-    """Ask a host for its block ledger and return it, or return the error if the host does not answer."""
+    """Ask a host for its block ledger. Return the ledger, or an entry with the error if the host does not answer."""
     try:
         reply = await read_ledger(host, kvtransfer_pb2.LedgerRequest(with_leases=True, max_leases=most_leases))
     except UnavailableError as error:

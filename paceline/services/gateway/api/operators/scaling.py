@@ -36,15 +36,15 @@ class ScaleRequest(Body):
     model: str | None = None
     """The model whose fleet is meant; a gateway with one model needs no name."""
     prefill: int | None = Field(None, ge=0, le=64)
-    """Number of workers. If there are too many, those that lose least end."""
+    """Wanted number of prefill workers. Of too many workers, those whose end loses the least work end."""
     decode: int | None = Field(None, ge=0, le=64)
     encode: int | None = Field(None, ge=0, le=64)
     drain: list[str] = Field(default_factory=list, max_length=64)
-    """Ids of workers that shall end."""
+    """Ids of workers that shall end after their requests."""
     flip: dict[str, NewRole] = Field(default_factory=dict, max_length=64)
-    """New roles of running workers, by their ids."""
+    """New roles of running workers, by worker id."""
     release: list[Role] = Field(default_factory=list, max_length=3)
-    """Roles that the planner may scale again, after a number of workers was set here."""
+    """Roles that the planner may scale again, after a client has set their number of workers."""
 
 
 def add_scaling(router: APIRouter, gateway: Gateway) -> None:
@@ -87,9 +87,9 @@ class ScalingApi:
 
 
 async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
-    """Give workers other roles, without a supervisor. Returns when they have begun to drain for the change.
+    """Give workers other roles, without a supervisor. Return when the workers have begun to drain for the change.
 
-    Raises InvalidRequestError if a worker is unknown or no decode worker would stay one, or the error of a worker.
+    Raises InvalidRequestError if a worker is unknown or no decode worker would be left, and the error of a worker.
     """
     workers = {worker.member.worker_id: worker for worker in fleet.workers() if worker.member.state == "ready"}
     if unknown := sorted(flips.keys() - workers.keys()):
@@ -105,7 +105,7 @@ async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
 
 
 def _state_of(fleet: Fleet) -> dict[str, Any]:
-    """Return for each role how many workers are wanted, ready and draining, as far as this gateway sees."""
+    """Return, for each role, the numbers of wanted, ready and draining workers that this gateway sees."""
     states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in ROLES}
     return {
         role: {
@@ -128,7 +128,7 @@ def _no_supervisor() -> ApiError:
 
 
 def least_loss_first(model: ModelFleet) -> list[str]:
-    """Return the ids of a model's workers that do not drain. If a role has too many, its first ones should leave."""
+    """Return the ids of a model's workers that do not drain: for each role in the order in which they should leave."""
     workers = [each for each in model.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"]
     standing = [_standing(worker) for worker in workers]
     cached = tokens_only_here(model.cached_blocks())

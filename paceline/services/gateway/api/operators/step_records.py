@@ -18,7 +18,7 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.gateway import Gateway
 
 STEPS_SECONDS = 5.0
-"""Deadline of one worker's answer."""
+"""Longest time until one worker answers, in seconds."""
 MOST_STEPS = 4096
 """Largest number of steps of each worker that a client may ask for; workers keep no more."""
 
@@ -31,7 +31,7 @@ def add_step_records(router: APIRouter, gateway: Gateway) -> None:
 
     @router.get("/fleet/steps", response_model=None, responses=answers(FleetSteps))
     async def steps(most: Annotated[int, Query(ge=1, le=MOST_STEPS)] = 512, model: str | None = None) -> dict[str, Any]:
-        """Return what each worker computed in its newest steps and how long they took, and how hosts move blocks."""
+        """Return the newest steps of each worker, with their work and length, and how hosts fetch blocks."""
         fleet, roles = gateway.find(model).fleet, ("prefill", "decode")
         workers = [each for each in fleet.workers() if each.member.role in roles and each.available]
         return {

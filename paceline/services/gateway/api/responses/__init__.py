@@ -9,7 +9,7 @@ builder        one response, from its beginning to its end
 store          the responses that are kept
 conversation_store  the conversations that are kept
 conversations  the routes of conversations
-kept           what the routes ask the store, with the API's errors
+kept           access of the routes to the stores, with the API's errors
 runs           responses while they are computed: for a client that waits, and in the background
 routes         the routes
 """

@@ -12,7 +12,7 @@ Json = dict[str, Any]
 
 
 class ResponseBody(AnswerBody):
-    """A response. It also has the fields of its request."""
+    """A response. It also repeats fields of its request."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -29,7 +29,7 @@ class ResponseBody(AnswerBody):
 
 
 class ResponseEvent(AnswerBody):
-    """An event of a stream; it has the fields of its type."""
+    """An event of a response's stream. It has the fields of its type."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -51,7 +51,7 @@ class DeletedConversation(AnswerBody):
 
 
 class Item(AnswerBody):
-    """An item; it has the fields of its type."""
+    """An item of a conversation or of a response. It has the fields of its type."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -29,28 +29,28 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 Json = dict[str, Any]
 
 MAX_ECHO_BYTES = 4 << 20
-"""Largest size of the fields that a response repeats. Several events of a stream have them."""
+"""Largest size, in bytes, of the request's fields that a response repeats, because several events have all of them."""
 
 _ERROR_CODES = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
-"""Codes of errors for an HTTP status; for all others, "server_error"."""
+"""Codes of failed responses by the HTTP status of the error. All other statuses have the code "server_error"."""
 
 
 def id_key(response_id: str) -> str:
-    """Return the part of a response's id that is also in the ids of its items."""
+    """Return the part of a response's id that the ids of its items have in common with it."""
     return response_id.removeprefix("resp_")
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response to which an item with an id of ours belongs."""
+    """Return the id of the response that an item belongs to. The item's id must come from this server."""
     return "resp_" + item_id.partition("_")[2][:32]
 
 
 class ResponseBuilder:
-    """A response and its events, each of which has a sequence number.
+    """Builds a response and its events from deltas. Each event has a sequence number.
 
     Args:
         is_stored: whether the response is kept.
-        usage: returns the usage of a chat.
+        usage: returns the usage in the form of a chat.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class ResponseBuilder:
         count = request.top_logprobs or 0
         self._logprobs = TextLogprobs(tokenizer.vocabulary, count, as_ids) if request.shows_logprobs else None
         self._held = b""
-        """What comes after the part that is being added; see `Delta.held`."""
+        """Bytes of tokens whose text comes after the part that is being added; see `Delta.held`."""
         self._item: OutputItem | None = None
-        """The last item, if it has not ended."""
+        """The item that still grows; None if there is none."""
         self._next_number = 0
         self._decode = tokenizer.decode
         (self._prompt,) = generation.plan.prompts
         self._generated: list[int] | None = [] if request.enable_response_messages else None
-        """The ids of all tokens, if the client wants to see them."""
+        """Ids of all generated tokens; None if the client does not want them."""
         sampling = self._prompt.sampling
         self.response = {
             **_HEAD,
@@ -99,13 +99,13 @@ class ResponseBuilder:
         return str(self.response["id"])
 
     def begin(self) -> list[Json]:
-        """Return the first events."""
+        """Begin the response. Return its first events."""
         events = [self._about_response("created")]
         self.response["status"] = "in_progress"
         return self._numbered([*events, self._about_response("in_progress")])
 
     def add(self, delta: Delta) -> list[Json]:
-        """Take the next delta. Return its events."""
+        """Add the next delta to the response. Return the events for it."""
         parts = delta.all_parts
         if self._generated is not None:
             self._generated += [token.id for token in delta.tokens]
@@ -201,7 +201,7 @@ class ResponseBuilder:
         return self._about_response(what)
 
     def _raw_message(self, token_ids: list[int]) -> Json:
-        """Return tokens as vLLM shows them, with their text, in which nothing is left out."""
+        """Return vLLM's raw message for tokens: their ids, and their whole text with special tokens."""
         return {"message": self._decode(token_ids), "tokens": token_ids, "type": "raw_message_tokens"}
 
     def _numbered(self, events: list[Json]) -> list[Json]:
@@ -212,7 +212,7 @@ class ResponseBuilder:
 
 
 def encode(events: list[Json]) -> list[bytes]:
-    """Return events as server-sent events."""
+    """Return the text of each event as a server-sent event."""
     return [event(each, each["type"]) for each in events]
 
 
@@ -236,7 +236,7 @@ _HEAD: Json = {
 
 
 def check_echo(request: ResponsesRequest) -> None:
-    """Raise ApiError if a field that the response repeats is not valid Unicode, or if all of them are too long."""
+    """Raise ApiError if the fields that the response repeats are not valid Unicode or larger than MAX_ECHO_BYTES."""
     left = MAX_ECHO_BYTES
     for name, value in echo_of(request).items():
         try:
@@ -275,7 +275,7 @@ def echo_of(request: ResponsesRequest) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    """Return the usage of a response for that of a chat."""
+    """Return the usage of a response from the usage of a chat."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -16,19 +16,19 @@ Content: TypeAlias = str | list[ContentPart]
 
 
 class ToolNames(Protocol):
-    """The names by which the model knows tools."""
+    """Translates names of tools: from the client's names to the names that the model knows."""
 
     def name_for_model(self, name: str, namespace: str | None) -> str: ...
 
 
 class Messages:
-    """A list of chat messages that grows by items. The model's items between two others are one message."""
+    """Builds a list of chat messages from items. Consecutive items of the model become one message."""
 
     def __init__(self, instructions: str | None, names: ToolNames) -> None:
         self.names = names
         self._messages: list[Json] = []
-        """Messages whose content and reasoning are still lists of pieces. To join them one by one would take time that
-        grows with the square of their number."""
+        """Messages whose content and reasoning are still lists of pieces. Joining each new piece would take quadratic
+        time."""
         if instructions:
             self.add("system", instructions)
 
@@ -42,7 +42,7 @@ class Messages:
         self._messages.append({"role": role, "content": [content], **fields})
 
     def answer(self) -> Json:
-        """Return the message of the model that is being read."""
+        """Return the message of the model that the next items of the model extend; begin one if there is none."""
         if not self._messages or self._messages[-1]["role"] != "assistant":
             self.add("assistant", "")
         return self._messages[-1]
@@ -57,7 +57,7 @@ class Messages:
         self.answer().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
     def whole(self) -> list[Json]:
-        """Return the messages, as the body of a chat has them."""
+        """Return all messages in the form of a chat's `messages`."""
         fields = ("content", "reasoning")
         return [
             {**message, **{field: _joined(message[field]) for field in fields if field in message}}
@@ -66,13 +66,13 @@ class Messages:
 
 
 def _joined(pieces: Sequence[Content]) -> Content:
-    """Return pieces of a message as one. A single one stays as it is; several become one text."""
+    """Return the pieces of a message as one content. A single piece stays unchanged; several become one text."""
     written = [piece for piece in pieces if piece]
     return written[0] if len(written) == 1 else "\n\n".join(map(text_of, written))
 
 
 class ConversationItem(Body):
-    """The base of items."""
+    """The base class of a conversation's items."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
@@ -80,7 +80,7 @@ class ConversationItem(Body):
 
     @abstractmethod
     def add_to(self, messages: Messages) -> None:
-        """Add what the model shall see."""
+        """Add the item's content to the messages that the model sees."""
 
     def stored(self, new_id: str) -> Json:
         """Return the item as OpenAI lists it, with a new id if it has none."""
@@ -108,5 +108,5 @@ _PREFIXES = {
 
 
 def id_prefix(kind: str) -> str:
-    """Return the beginning of the ids of items of a kind."""
+    """Return the prefix of the ids of items of a type."""
     return _PREFIXES.get(kind, "item")

@@ -1,7 +1,7 @@
 """The conversations that are kept, in the SQL database of the responses.
 
-Each conversation belongs to the API key with which it was made. Per key, number and size are limited: the conversations
-that were used longest ago make room. A conversation expires some time after its last use.
+Each conversation belongs to the API key with which it was made. The number and size of a key's conversations are
+limited: the least recently used ones are deleted. A conversation expires some time after its last use.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from paceline.services.gateway.store.database import Database, Execute
 from paceline.services.gateway.store.store import Check, Store, Tables
 
 MAX_ID_CHARACTERS = 255
-"""Characters of an item's id by which it is found."""
+"""Largest number of characters of an item's id."""
 MAX_ITEMS = 10_000
-"""Largest number of items of a conversation. A response may exceed it once."""
+"""Largest number of items of a conversation. One response may exceed this number."""
 
 Json = dict[str, Any]
 
@@ -36,26 +36,26 @@ class Conversation:
     owner: str
     """Digest of the API key that made it."""
     created: float
-    """In seconds since the epoch."""
+    """Instant at which the conversation was made, in seconds since the epoch."""
     metadata: Json
     entries: int = 0
-    """Number of its items, those included that were deleted."""
+    """Number of items that were ever added, deleted ones included."""
     size: int = 0
-    """Bytes of its items as JSON, those included that were deleted."""
+    """Size in bytes of all items that were ever added, as JSON, deleted ones included."""
 
     def to_api(self) -> Json:
-        """Return the conversation as OpenAI shows it."""
+        """Return the conversation as the JSON object of OpenAI's API."""
         created = int(self.created)
         return {"id": self.id, "object": "conversation", "created_at": created, "metadata": self.metadata}
 
 
 class ConversationStore:
-    """Conversations by id. All methods raise StoreError if the database cannot be used.
+    """Keeps conversations by id. All methods raise StoreError if the database cannot be used.
 
     Args:
         entries: the largest number of conversations of one owner.
-        max_bytes: the largest size of the conversations of one owner together.
-        seconds: how long a conversation is kept after its last use.
+        max_bytes: largest size of all conversations of one owner together.
+        seconds: time for which a conversation is kept after its last use.
     """
 
     def __init__(self, store: Store, *, entries: int, max_bytes: int, seconds: float) -> None:
@@ -66,7 +66,7 @@ class ConversationStore:
         self._seconds = seconds
 
     async def add(self, conversation: Conversation, items: Sequence[Json]) -> None:
-        """Keep a new conversation with its first items. Others of its owner make room for it."""
+        """Add a conversation with its first items. If needed, delete the owner's least recently used ones."""
 
         def add(execute: Execute) -> None:
             now = time.time()
@@ -84,17 +84,17 @@ class ConversationStore:
         await self._store.run(add)
 
     async def get(self, conversation_id: str, owner: str) -> Conversation | None:
-        """Return a conversation; None if there is none of this id and owner."""
+        """Return the conversation with an id; None if the owner has no such conversation."""
         return await self._store.run(lambda execute: _get(execute, conversation_id, owner), writes=False)
 
     async def update(self, conversation_id: str, owner: str, metadata: Json) -> None:
-        """Replace the metadata of a conversation, if there is one of this id and owner."""
+        """Replace the metadata of a conversation, if the owner has it."""
         fields = _own(conversation_id, owner) | {"metadata": json.dumps(metadata)}
         statement = f"UPDATE paceline_conversations SET metadata = :metadata WHERE {_OWN}"
         await self._store.run(lambda execute: execute(statement, fields))
 
     async def delete(self, conversation_id: str, owner: str) -> None:
-        """Delete a conversation with its items, if there is one of this id and owner."""
+        """Delete a conversation with its items, if the owner has it."""
 
         def delete(execute: Execute) -> None:
             if _get(execute, conversation_id, owner) is not None:
@@ -103,7 +103,7 @@ class ConversationStore:
         await self._store.run(delete)
 
     async def append(self, conversation_id: str, owner: str, items: Sequence[Json]) -> None:
-        """Add items at the end. Raises InvalidRequestError if there is no room for them, or an id is there already."""
+        """Add items at the end. Raises InvalidRequestError if they have no room, or an id is used already."""
 
         def append(execute: Execute) -> None:
             found = _get(execute, conversation_id, owner)
@@ -116,8 +116,9 @@ class ConversationStore:
         await self._store.run(append)
 
     def appending(self, conversation_id: str, owner: str, items: Sequence[Json]) -> Check:
-        """Return what adds items at the end in a transaction with something else. A conversation that was deleted
-        meanwhile stays so.
+        """Return a function that adds items at the end, inside a transaction of the caller.
+
+        The function does nothing if the conversation was deleted meanwhile.
         """
         return lambda execute: self._append(execute, conversation_id, owner, items)
 
@@ -129,7 +130,7 @@ class ConversationStore:
             raise InvalidRequestError(f"conversation: a conversation has {most}; begin a new one", "conversation")
 
     async def items(self, conversation_id: str) -> list[Json]:
-        """Return all items of a conversation. It counts as used."""
+        """Return all items of a conversation, which counts as a use of it."""
 
         def read(execute: Execute) -> list[Json]:
             fields = {"id": conversation_id, "expires": time.time() + self._seconds}
@@ -148,11 +149,11 @@ class ConversationStore:
         order: Literal["asc", "desc"],
         take: Callable[[int], None],
     ) -> list[Json]:
-        """Return at most `limit` items.
+        """Return at most `limit` items of a conversation, in the wanted order.
 
         Args:
-            take: counts bytes before the items are read, and may raise an error.
-            after: id of the item before the first one; None begins at an end.
+            take: is called with the size in bytes before the items are read, and may raise an error.
+            after: id of the item before the page's first one; None begins with the first item of all.
 
         Raises InvalidRequestError if there is no item `after`.
         """
@@ -175,7 +176,7 @@ class ConversationStore:
         return await self._store.run(read, writes=False)
 
     async def item(self, conversation_id: str, item_id: str, take: Callable[[int], None]) -> Json | None:
-        """Return an item; None if there is none. See `page`."""
+        """Return one item of a conversation; None if there is none. `take` is that of `page`."""
 
         def read(execute: Execute) -> Json | None:
             found = "FROM paceline_conversation_items WHERE conversation_id = :id AND item_id = :item"
@@ -188,7 +189,7 @@ class ConversationStore:
         return await self._store.run(read, writes=False)
 
     async def delete_item(self, conversation_id: str, item_id: str) -> bool:
-        """Delete an item. Return False if there is none."""
+        """Delete an item of a conversation. Return False if there is none."""
         statement = "DELETE FROM paceline_conversation_items WHERE conversation_id = :id AND item_id = :item"
         fields = {"id": conversation_id, "item": item_id}
         return await self._store.run(lambda execute: execute(statement, fields)[1] > 0)
@@ -218,7 +219,7 @@ class ConversationStore:
         self._make_room(execute, conversation_id, owner)
 
     def _make_room(self, execute: Execute, conversation_id: str, owner: str) -> None:
-        """Delete the conversations of an owner that were used longest ago, until the rest is within its limits."""
+        """Delete the owner's least recently used conversations until the rest is within the limits."""
         query = "SELECT id, size FROM paceline_conversations WHERE owner = :owner ORDER BY expires DESC"
         rows, _ = execute(query, {"owner": owner})
         own = next(size for each, size in rows if each == conversation_id)
@@ -245,7 +246,7 @@ def _get(execute: Execute, conversation_id: str, owner: str) -> Conversation | N
 
 
 def _known_ids(execute: Execute, conversation_id: str, items: Sequence[Json]) -> set[str]:
-    """Return the ids of these items that a conversation has already."""
+    """Return the ids of those given items that a conversation has already."""
     query = "SELECT item_id FROM paceline_conversation_items WHERE conversation_id = :id"
     there = {item_id for (item_id,) in execute(query, {"id": conversation_id})[0]}
     return {item["id"] for item in items if item["id"][:MAX_ID_CHARACTERS] in there}

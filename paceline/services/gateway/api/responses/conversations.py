@@ -31,7 +31,7 @@ from paceline.services.gateway.planning.media.parts import name_places
 from paceline.services.gateway.planning.request_body import Body
 
 MAX_NEW_ITEMS = 20
-"""The most items that a client adds at once."""
+"""Largest number of items that a client may add at once."""
 PATH = "/v1/conversations"
 
 Json = dict[str, Any]
@@ -58,10 +58,10 @@ class AddItems(Body):
 
 
 def add_conversations(router: APIRouter, store: ConversationStore | None) -> None:
-    """Add the routes to a router.
+    """Add the routes of conversations to a router.
 
     Args:
-        store: None if nothing is kept. Then all routes answer 501.
+        store: keeps the conversations. If it is None, all routes answer 501.
     """
     if store is None:
         _add_refusals(router)
@@ -141,7 +141,7 @@ class ConversationsApi:
 
 
 def found(conversation: Conversation | None, conversation_id: str, param: str = "conversation_id") -> Conversation:
-    """Return a conversation. Raises ApiError 404 if there is none."""
+    """Return a conversation that a store has found. Raises ApiError 404 if the store has found none."""
     if conversation is None:
         message = f"Conversation with id {conversation_id[:80]!r} not found."
         raise ApiError(404, message, param=param, code="conversation_not_found")
@@ -149,7 +149,7 @@ def found(conversation: Conversation | None, conversation_id: str, param: str = 
 
 
 def stored_items(items: list[InputItem]) -> list[Json]:
-    """Return new items as they are kept. Raises InvalidRequestError if one cannot be."""
+    """Return the stored form of new items. Raises InvalidRequestError if an item cannot be kept."""
     name_places(items, "items")
     for index, item in enumerate(items):
         place = f"items[{index}]"
@@ -165,7 +165,7 @@ def stored_items(items: list[InputItem]) -> list[Json]:
 
 
 def counting(request: Request) -> Callable[[int], None]:
-    """Return what counts bytes that a request reads from the store. It raises HTTPException 413 or 429."""
+    """Return a function that counts bytes which a request reads from the store. It raises HTTPException 413 or 429."""
     scope = scope_of(request)
     return lambda size: scope.memory.take(scope.owner, BYTE_COST * size)
 

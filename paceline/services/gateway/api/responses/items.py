@@ -26,16 +26,16 @@ from paceline.services.gateway.planning.request_body import Body
 Json = dict[str, Any]
 
 _SEALED = "paceline.1."
-"""The beginning of our `encrypted_content`, which is the reasoning itself in base64."""
+"""Prefix of this server's `encrypted_content`. After it comes the reasoning itself in base64."""
 
 
 def seal(text: str) -> str:
-    """Return reasoning as the `encrypted_content` of an item, for clients that send nothing else back."""
+    """Return reasoning as the `encrypted_content` of an item, for clients that send no other reasoning back."""
     return _SEALED + base64.b64encode(text.encode()).decode()
 
 
 def _unseal(content: str) -> str:
-    """Return the reasoning in an `encrypted_content`; "" if another server wrote it."""
+    """Return the reasoning in an `encrypted_content`; "" if it comes from another server."""
     try:
         return (
             base64.b64decode(content.removeprefix(_SEALED), validate=True).decode()
@@ -47,7 +47,7 @@ def _unseal(content: str) -> str:
 
 
 class MessageItem(ConversationItem):
-    """A message. `type` may be missing."""
+    """A message of any role. Its `type` may be missing."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -86,7 +86,7 @@ class ReasoningText(Body):
 
 
 class ReasoningItem(ConversationItem):
-    """Reasoning of the model. Its summary counts only if the reasoning itself is missing."""
+    """Reasoning of the model. Its summary is used only if the reasoning itself is missing."""
 
     type: Literal["reasoning"]
     summary: list[ReasoningText] = Field(default_factory=list)
@@ -100,7 +100,7 @@ class ReasoningItem(ConversationItem):
 
 
 class ReferenceItem(ConversationItem):
-    """The id of an item of a stored response. Such items are replaced before messages are made."""
+    """A reference to an item of a stored response, by id. The item replaces the reference before messages are made."""
 
     type: Literal["item_reference"] = "item_reference"
     id: str
@@ -110,7 +110,7 @@ class ReferenceItem(ConversationItem):
 
 
 class OtherItem(ConversationItem):
-    """An item of a tool that this server does not have, without content. The model does not see it."""
+    """An item without content, of a tool that this server does not have. The model does not see this item."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
@@ -140,9 +140,9 @@ _KINDS = {
     "shell_call_output": "agent_output",
     "local_shell_call_output": "agent_output",
 }
-"""Types of items, and the tags of the classes that read them."""
+"""Types of items, each with the tag of the class that reads it."""
 _CONTENT = frozenset({"content", "text", "image_url", "input_audio"})
-"""Fields that the model must see. An item of an unknown kind that has one is refused as a wrong message."""
+"""Fields that the model must see. An item of an unknown type with such a field is refused as a wrong message."""
 
 
 def _kind_of(data: Any) -> str:
@@ -177,5 +177,5 @@ _ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 
 
 def read_items(stored: Sequence[Json]) -> list[InputItem]:
-    """Return the items of stored JSON."""
+    """Return the items from their stored JSON."""
     return _ITEMS.validate_python(list(stored))

@@ -1,4 +1,4 @@
-"""The responses of a gateway that clients may come back to: what the routes ask the store, with the API's errors."""
+"""Stored responses and conversations, as the routes read and write them: turns the stores' results into API errors."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class KeptResponses:
-    """The responses that are kept.
+    """Reads and writes stored responses and conversations for the routes.
 
     Args:
-        store: None if nothing is kept.
-        conversations: None if nothing is kept.
-        max_bytes: the largest size of the items that a request continues, as JSON.
-        max_items: the most items that a request continues.
+        store: keeps responses; None if nothing is kept.
+        conversations: keeps conversations; None if nothing is kept.
+        max_bytes: largest size of the earlier items that a request continues, as JSON.
+        max_items: largest number of earlier items that a request continues.
 
-    Methods that read what may be large count its memory in `memory` before. They raise HTTPException 413 or 429 if
-    there is no room.
+    Methods with an argument `memory` count the size of what they read there, before they read it. They raise
+    HTTPException 413 or 429 if there is no room.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class KeptResponses:
         self._max_items = max_items
 
     async def find(self, response_id: str, owner: str) -> Record | None:
-        """Return a response; None if there is none. Raises StoreError."""
+        """Return the response with an id; None if the owner has no such response. Raises StoreError."""
         record = await self.store.get(response_id, owner) if self.store is not None else None
         return None if record is None else await self._checked(record)
 
     async def get(self, response_id: str, owner: str, memory: RequestMemory) -> Record:
-        """Return a response. Raises ApiError 404 if there is none, or StoreError."""
+        """Return the response with an id. Raises ApiError 404 if the owner has no such response, or StoreError."""
         memory.take(owner, BYTE_COST * await self._size(response_id, owner))
         if (record := await self.find(response_id, owner)) is None:
             raise _not_found(response_id)
         return record
 
     async def delete(self, response_id: str, owner: str) -> None:
-        """Delete a response. Raises ApiError 404 if there is none, or StoreError."""
+        """Delete the response with an id. Raises ApiError 404 if the owner has no such response, or StoreError."""
         if self.store is None or not await self.store.delete(response_id, owner):
             raise _not_found(response_id)
 
     async def put(self, response: Json, owner: str, items: list[Json], is_stored: bool) -> None:
         """Keep a response that has ended, and add its items to its conversation, if it has one.
 
-        If that fails, its field `store` says so, and the client has its answer.
+        If the store fails, the response's field `store` becomes false, and the client still gets its answer.
 
         Args:
             is_stored: whether the response itself is kept.
@@ -92,7 +92,7 @@ class KeptResponses:
             response["store"] = False
 
     def growth(self, response: Json, owner: str, items: list[Json]) -> Check | None:
-        """Return what adds the input and output of a response to its conversation; None if nothing does."""
+        """Return a function that adds a response's input and output to its conversation; None if it has none."""
         if response["conversation"] is None or response["status"] not in ("completed", "incomplete"):
             return None
         assert self._conversations is not None
@@ -105,7 +105,7 @@ class KeptResponses:
         memory: RequestMemory,
         run: Callable[..., Awaitable[list[InputItem]]] = asyncio.to_thread,
     ) -> list[InputItem]:
-        """Return all items of a request's conversation, those of earlier turns and references included.
+        """Return all items of a request's conversation, with earlier turns, and references replaced by their items.
 
         Args:
             run: runs a function on a thread.
@@ -141,11 +141,11 @@ class KeptResponses:
         return items
 
     async def _size(self, response_id: str, owner: str) -> int:
-        """Return the size of a response as JSON, with its input; 0 if it is not kept."""
+        """Return the size in bytes of a response and its input as JSON; 0 if the response is not kept."""
         return await self.store.size(response_id, owner) if self.store is not None else 0
 
     async def _items(self, conversation_id: str, owner: str, memory: RequestMemory) -> list[Json]:
-        """Return the items of a conversation, which has room for more. Raises ApiError, InvalidRequestError."""
+        """Return a conversation's items. Raises ApiError, and InvalidRequestError if it has no room for more items."""
         if self._conversations is None:
             message = "conversation: this server keeps no conversations; start it with --store"
             raise ApiError(400, message, param="conversation")
@@ -158,7 +158,7 @@ class KeptResponses:
         return await self._conversations.items(conversation_id)
 
     async def turns(self, response_id: str, owner: str, memory: RequestMemory) -> list[Record]:
-        """Return a response and all turns before it, the first one first. Raises ApiError or StoreError."""
+        """Return a response and all turns before it, the oldest first. Raises ApiError or StoreError."""
 
         def take(size: int) -> None:
             memory.take(owner, BYTE_COST * size)
@@ -180,14 +180,13 @@ class KeptResponses:
     async def _find(
         self, reference: ReferenceItem, index: int, owner: str, kept: dict[str, dict[str, Json | None]]
     ) -> InputItem:
-        """Return the item with an id.
+        """Return the item to which a reference refers.
 
         Args:
-            kept: the items of each response that the request has referred to, by their ids; None for those that it has
-                taken.
+            kept: the items by id of each response that the request has referred to; None for items already taken.
 
-        Raises ApiError if there is none, or the request has it already: else a short request could repeat a long item
-        many times.
+        Raises ApiError if there is no such item, or if the request has it already. Otherwise a short request could
+        repeat a long item many times.
         """
         place, response_id = f"input[{index}]", response_of_item(reference.id)
         if response_id not in kept:
@@ -206,7 +205,7 @@ class KeptResponses:
         return item
 
     async def _checked(self, record: Record) -> Record:
-        """Return a response, as failed if the gateway that computed it has ended."""
+        """Return a response; mark it as failed if the gateway that computed it has ended."""
         if not record.is_running or record.runner_until > time.time():
             return record
         assert self.store is not None
@@ -217,7 +216,7 @@ class KeptResponses:
         return dataclasses.replace(record, status="failed", response=failed)
 
     async def _again(self, record: Record) -> Record:
-        """Return a response as it is kept now. Raises ApiError 404 if it was deleted."""
+        """Read a response from the store again and return it. Raises ApiError 404 if it was deleted."""
         assert self.store is not None
         if (found := await self.store.get(record.id, record.owner)) is None:
             raise _not_found(record.id)
@@ -225,12 +224,12 @@ class KeptResponses:
 
 
 def stored_input(response_id: str, items: Sequence[InputItem]) -> list[Json]:
-    """Return the input of a response as it is kept: each item has an id."""
+    """Return the stored form of a response's input, in which each item has an id."""
     return [item.stored(f"{id_key(response_id)}i{number}") for number, item in enumerate(items)]
 
 
 def _read(stored: Sequence[Json], place: str) -> list[InputItem]:
-    """Return stored items, whose errors name `place`."""
+    """Return the items from their stored JSON. Errors name `place`."""
     items = read_items(stored)
     name_places(items, place)
     return items

@@ -20,7 +20,7 @@ Status = Literal["completed", "incomplete"]
 
 
 class TextLogprobs:
-    """Finds the tokens of a text among all tokens that have come.
+    """Finds the tokens of a text among all tokens of the answer so far, and formats their logprobs.
 
     Args:
         count: the number of most likely tokens to show.
@@ -31,21 +31,21 @@ class TextLogprobs:
         self._vocabulary = vocabulary
         self._format = LogprobFormat(vocabulary, count, as_ids)
         self._tokens: list[Token] = []
-        """Tokens whose text has not come."""
+        """Tokens whose text was not taken yet."""
 
     def push(self, tokens: Sequence[Token]) -> None:
-        """Take new tokens."""
+        """Add the next tokens of the answer."""
         self._tokens += tokens
 
     def drop(self) -> None:
-        """Forget tokens: their text is no message."""
+        """Forget all tokens so far, because their text belongs to no message."""
         self._tokens.clear()
 
     def take(self, text: str, held: bytes = b"") -> list[Json]:
-        """Return the logprobs of the tokens of a text, which are the latest that have it.
+        """Return the logprobs of a text's tokens. If several places have this text, the last one counts.
 
         Args:
-            held: the bytes of the last tokens whose text comes later. They may be the same text again.
+            held: the bytes of the last tokens, whose text comes later and is left out of the search.
         """
         pieces, wanted = [self._vocabulary.token_bytes(token.id) for token in self._tokens], text.encode()
         begin = b"".join(pieces).removesuffix(held).rfind(wanted)
@@ -60,7 +60,7 @@ class TextLogprobs:
 
 
 class OutputItem(ABC):
-    """One item.
+    """One item of a response's output, while it grows.
 
     Args:
         value: the item's JSON, which is kept up to date.
@@ -77,7 +77,7 @@ class OutputItem(ABC):
 
     @abstractmethod
     def add(self, text: str, logprobs: list[Json]) -> list[Json]:
-        """Add text. Return its events."""
+        """Add text to the item. Return the events for it."""
 
     def end(self, status: Status) -> list[Json]:
         """Return the events that end the item."""
@@ -96,7 +96,7 @@ class _TextItem(OutputItem):
     """An item whose content is one text."""
 
     _texts: str
-    """The kind of the text's events."""
+    """Name of the text in the types of its events, such as "output_text"."""
 
     def __init__(self, value: Json, index: int, part: Json) -> None:
         super().__init__({**value, "content": []}, index)
@@ -118,7 +118,7 @@ class _TextItem(OutputItem):
 
 
 class ResponseMessage(_TextItem):
-    """A message of the model."""
+    """An item that is a message of the model."""
 
     _texts = "output_text"
 
@@ -136,10 +136,10 @@ class ResponseMessage(_TextItem):
 
 
 class Thought(_TextItem):
-    """Reasoning of the model.
+    """An item that is reasoning of the model.
 
     Args:
-        seals: whether the item has `encrypted_content` for clients that send nothing else back.
+        seals: whether the item has `encrypted_content`, for clients that send no other reasoning back.
     """
 
     _texts = "reasoning_text"
@@ -160,7 +160,7 @@ class Thought(_TextItem):
 
 
 class ResponseFunctionCall(OutputItem):
-    """A call of a function."""
+    """An item that is a call of a function."""
 
     def __init__(self, item_id: str, index: int, call_id: str, name: ClientName) -> None:
         value = {"id": item_id, "type": "function_call", "status": "in_progress", "call_id": call_id}
@@ -178,7 +178,7 @@ class ResponseFunctionCall(OutputItem):
 
 
 class CustomCall(OutputItem):
-    """A call of a tool that takes a text."""
+    """An item that is a call of a custom tool, whose input is a text."""
 
     def __init__(self, item_id: str, index: int, call_id: str, name: ClientName) -> None:
         value = {"id": item_id, "type": "custom_tool_call", "status": "in_progress", "call_id": call_id}

@@ -33,7 +33,7 @@ _CLIENT_FIELDS = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Names of a chat's fields, and the names of the same fields of a response."""
+"""Names of a chat's fields, each with the name of the same field in a request for a response."""
 _CHAT_FIELD = re.compile(rf"\b(?:{'|'.join(map(re.escape, sorted(_CLIENT_FIELDS, reverse=True)))})\b")
 _FUNCTION = re.compile(r"(tools\[\d+\])\.function\b")
 
@@ -45,15 +45,15 @@ def plan_response(
     model: ServedModel,
     media: Expansions = NO_ITEMS,
 ) -> tuple[Plan, Sequence[InputItem]]:
-    """Return the plan of a response, and the items in its prompt. With truncation, older items are left out.
+    """Return the plan of a response, and the items in its prompt. With truncation, the oldest items may be left out.
 
     Args:
-        items: the whole conversation, without references.
-        media: what stands in the prompt for each image, video or audio clip. A conversation with an item that is not
-            here counts as too long.
+        items: all items of the conversation, with references replaced by their items.
+        media: the tokens that stand in the prompt for each image, video or audio clip. A conversation counts as too
+            long if one is missing here.
 
     Raises:
-        InvalidRequestError, ApiError, NoWorkerError: as `plan_chat`. Errors name the fields of a response.
+        InvalidRequestError, ApiError, NoWorkerError: errors of `plan_chat`. They name the fields of a response.
     """
 
     def plan(part: Sequence[InputItem]) -> Plan:
@@ -70,7 +70,7 @@ def plan_response(
 
 @contextlib.contextmanager
 def in_client_fields() -> Iterator[None]:
-    """Rename the fields of a chat that errors name to those of a response."""
+    """Rename fields of a chat to fields of a response in errors that are raised while the block runs."""
     try:
         yield
     except InvalidRequestError as error:
@@ -83,7 +83,7 @@ def in_client_fields() -> Iterator[None]:
 
 
 def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[InputItem]) -> ChatRequest:
-    """Return the chat that is the same as a response.
+    """Return the chat whose answer is the wanted response.
 
     Raises ApiError if the chat is not valid.
     """
@@ -120,7 +120,7 @@ def chat_request(request: ResponsesRequest, toolbox: Toolbox, items: Sequence[In
 
 
 class _MediaLeftOutError(InvalidRequestError):
-    """There was no room for an image, a video or audio."""
+    """There was no room in the context for an image, a video or audio."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -133,7 +133,7 @@ class _MediaLeftOutError(InvalidRequestError):
 def _plan_what_fits(
     items: Sequence[InputItem], plan: Callable[[Sequence[InputItem]], Plan]
 ) -> tuple[Plan, Sequence[InputItem]]:
-    """Return the plan with as many of the latest items as fit, and these items."""
+    """Return the plan with as many of the latest items as fit into the context, and these items."""
     try:
         return plan(items), items
     except (ContextLengthError, _MediaLeftOutError):
@@ -164,10 +164,10 @@ class _Cut(NamedTuple):
 
 
 def _cuts(items: Sequence[InputItem]) -> list[_Cut]:
-    """Return the places before which items may be left out, the oldest first.
+    """Return the places before which items may be left out, in the order of the conversation.
 
-    A turn begins with a message of the user. Before a whole turn goes, its calls of tools go one after another with
-    their results, as long as the turns of agents are. No result stays without its call.
+    A turn begins with a message of the user. Because turns of agents are long, the first calls of a turn may be left
+    out with their results while the rest of the turn stays. No result stays without its call.
     """
     system = _system_items(items)
     results = {item.call_id: index for index, item in enumerate(items) if isinstance(item, ToolOutputItem)}
@@ -193,7 +193,7 @@ def _shortened(items: Sequence[InputItem], cut: _Cut) -> Sequence[InputItem]:
 
 
 def _system_items(items: Sequence[InputItem]) -> int:
-    """Return the number of system messages at the beginning."""
+    """Return the number of system messages at the beginning of the conversation."""
     return next((index for index, item in enumerate(items) if not _is_system(item)), len(items))
 
 
@@ -206,7 +206,7 @@ def _is_system(item: InputItem) -> bool:
 
 
 def _in_client_fields(text: str) -> str:
-    """Return a text with the name of a response's field at its beginning, if it begins with a chat's field.
+    """Return a text in which the name of a chat's field at its beginning is replaced by the name in a response.
 
     Other words stay, because they may be the client's own.
     """

@@ -59,10 +59,10 @@ Json = dict[str, Any]
 
 
 def add_responses(router: APIRouter, gateway: Gateway, shared: Store | None) -> BackgroundRuns | None:
-    """Add the routes. Return the runs in the background, which the caller closes; None if nothing is kept.
+    """Add the routes of responses. Return the background runs, which the caller closes; None if nothing is kept.
 
     Args:
-        shared: where responses are kept; None if nothing is kept.
+        shared: the database for responses and conversations; None if nothing is kept.
     """
     config = gateway.config
     store = conversations = runs = None
@@ -95,7 +95,7 @@ class Prepared(NamedTuple):
     """A request that has been planned."""
 
     items: list[InputItem]
-    """The whole conversation."""
+    """All items of the conversation, the request's input included."""
     toolbox: Toolbox
     plan: Plan
 
@@ -248,14 +248,14 @@ class ResponsesApi:
 
 
 def _follow(run: BackgroundRun, first: int) -> Response:
-    """Return the events of a response in the background, from an index on. It goes on if the client leaves."""
+    """Return the stream of a background response's events from index `first` on. The run outlasts the stream."""
     return EventStreamResponse(run.read(first), lambda error: event(error.body, "error"))
 
 
 def _again(
     known: Record, body: ResponsesRequest, model: str, items: list[Json], runs: BackgroundRuns | None
 ) -> Response:
-    """Answer a request for a response in the background that an earlier try of it has begun. Raises ApiError."""
+    """Answer a request for a background response that an earlier try of the request has begun. Raises ApiError."""
     given = {name: value for name in ("temperature", "top_p") if (value := getattr(body, name)) is not None}
     asked = {"model": model, **echo_of(body), **given}
     if known.input != items or any(known.response[name] != value for name, value in asked.items()):
@@ -269,10 +269,10 @@ def _again(
 
 
 def _response_id(request: Request, body: ResponsesRequest) -> str:
-    """Return the request's id, unless the client chose it, because ids of responses are unique.
+    """Return the id of a new response: the request's own id, or a random one if the client chose the request's id.
 
-    A response in the background has an id by which the same request finds it. Raises ApiError if the header with the
-    key of the request is not valid.
+    The id of a background response follows from the request's Idempotency-Key, if there is one, so that a repeated
+    request finds the response. Raises ApiError if this header is not valid.
     """
     if body.background and IDEMPOTENCY_KEY in request.headers:
         return f"resp_{id_of_made(request)}"
@@ -280,7 +280,7 @@ def _response_id(request: Request, body: ResponsesRequest) -> str:
 
 
 def _page(items: list[Json], limit: int, after: str | None) -> Json:
-    """Return a page of a list, as OpenAI does."""
+    """Return the JSON object for a page of a list of items, as in OpenAI's API."""
     first = 0
     if after is not None:
         ids = [item["id"] for item in items]

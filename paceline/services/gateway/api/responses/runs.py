@@ -21,10 +21,10 @@ from paceline.services.gateway.store.database import StoreError
 from paceline.services.gateway.store.store import Check
 
 LEASE_SECONDS = 60.0
-"""A gateway that has not said for this long that it lives has ended, and its responses have failed."""
+"""Seconds for which a gateway's sign of life holds. After them the gateway has ended, and its responses have failed."""
 _KEEP_ALIVE_SECONDS = 5.0
 _ENDED_KEPT = 32
-"""Ended responses whose events are kept, for clients that read them late."""
+"""Number of ended responses whose events are kept for clients that read late."""
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ RESTARTED = "the gateway that computed this response has ended; send the request
 
 
 async def generate(generation: Generation, builder: ResponseBuilder, tell: Callable[[list[Json]], None]) -> None:
-    """Run a generation to its end, and tell the events of its response. Raises errors of the generation."""
+    """Run a generation to its end, and pass the events of its response to `tell`. Raises errors of the generation."""
     tell(builder.begin())
     async with generation.running():
         while batch := await generation.batch():
@@ -42,7 +42,7 @@ async def generate(generation: Generation, builder: ResponseBuilder, tell: Calla
 
 
 class ResponseWriter:
-    """The events of a response as a stream; see `StreamWriter`. `response_events` adds the last ones."""
+    """Converts deltas into the events of a response; a `StreamWriter`. `response_events` adds the last events."""
 
     def __init__(self, builder: ResponseBuilder) -> None:
         self._builder = builder
@@ -64,8 +64,9 @@ class ResponseWriter:
 async def response_events(
     generation: Generation, builder: ResponseBuilder, writer: ResponseWriter, keep: Callable[[Json], Awaitable[None]]
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of a response, which is kept before its client sees the end. A caller that stops early must
-    close the generator.
+    """Yield the events of a response. The response is stored before the client sees its last event.
+
+    A caller that stops early must close the generator.
     """
     has_begun = False
     try:
@@ -90,7 +91,7 @@ async def whole_response(generation: Generation, builder: ResponseBuilder) -> Js
 
 
 class BackgroundRun:
-    """One response that is being computed, and its events so far.
+    """One background response that is being computed, and its events so far.
 
     The event with sequence number i is the one at index i.
     """
@@ -98,23 +99,23 @@ class BackgroundRun:
     def __init__(self, builder: ResponseBuilder) -> None:
         self.builder = builder
         self.is_cancelled = False
-        """Whether a client has cancelled it."""
+        """Whether a client has cancelled the response."""
         self.has_ended = False
         self._events: list[bytes] = []
         self._grown = asyncio.Event()
 
     def tell(self, events: list[Json]) -> None:
-        """Add events."""
+        """Add events to the response, for all clients that read it."""
         self._events += encode(events)
         self._wake()
 
     def end(self) -> None:
-        """Say that no more events come."""
+        """Mark the events as complete, which ends all streams that read them."""
         self.has_ended = True
         self._wake()
 
     async def read(self, first: int) -> AsyncGenerator[bytes]:
-        """Yield the events from an index on, until the end. Events that are there together are joined."""
+        """Yield the events from index `first` on, until the end. Events that are ready together are joined."""
         while True:
             if events := self._events[first:]:
                 first += len(events)
@@ -130,7 +131,7 @@ class BackgroundRun:
 
 
 class _Tasks(NamedTuple):
-    """The tasks of a run. Only the first one is ever cancelled, so that what there is of a response is written."""
+    """The tasks of a run. Only the task that generates is ever cancelled, so the response so far is always written."""
 
     generating: asyncio.Task[None]
     keeping: asyncio.Task[None]
@@ -161,7 +162,7 @@ class BackgroundRuns:
         """Begin to compute a response, and return it. Raises StoreError if it cannot be kept.
 
         Args:
-            also: returns what else is written with the end of the response.
+            also: returns a function that writes more in the transaction that stores the response's end; or None.
         """
         response = {**builder.response, "status": "in_progress"}
         until = time.time() + LEASE_SECONDS
@@ -175,18 +176,18 @@ class BackgroundRuns:
         return run
 
     def find(self, response_id: str) -> BackgroundRun | None:
-        """Return a run of this gateway, if its events are still kept."""
+        """Return the run of a response; None if this gateway does not run it, or no longer keeps its events."""
         return self._runs.get(response_id)
 
     async def cancel(self, response_id: str) -> None:
-        """End a run because its client wants that, and wait until it is kept. Other ids are left alone."""
+        """Cancel a run for its client, and wait until its response is stored. Does nothing for unknown ids."""
         if (tasks := self._tasks.get(response_id)) is not None:
             self._runs[response_id].is_cancelled = True
             tasks.generating.cancel()
             await asyncio.wait([tasks.keeping])
 
     async def close(self) -> None:
-        """End all runs, and wait until they are kept. The responses of those that were not complete have failed."""
+        """End all runs, and wait until their responses are stored, incomplete ones as failed."""
         if self._keeping_alive is not None:
             await end_tasks(self._keeping_alive)
         for tasks in self._tasks.values():
@@ -196,7 +197,7 @@ class BackgroundRuns:
     async def _keep(
         self, run: BackgroundRun, generating: asyncio.Task[None], also: Callable[[Json], Check | None]
     ) -> None:
-        """Wait for the end of a run, and write its response."""
+        """Wait for the end of a run, and store its response."""
         builder = run.builder
         try:
             await generating
@@ -222,7 +223,7 @@ class BackgroundRuns:
             del self._runs[response_id]
 
     async def _keep_alive(self) -> None:
-        """Tell other gateways that this one lives, and end runs that they have cancelled."""
+        """Renew this gateway's sign of life in the store regularly, and end runs that other gateways have cancelled."""
         while True:
             await asyncio.sleep(_KEEP_ALIVE_SECONDS)
             if not self._tasks:

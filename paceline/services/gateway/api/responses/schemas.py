@@ -17,7 +17,7 @@ from paceline.services.gateway.planning.schemas import GenerationRequest
 Json = dict[str, Any]
 
 _REFUSED = ("moderation", "prompt", "prompt_logprobs", "return_token_ids")
-"""Fields that would change the answer and are not supported."""
+"""Fields that would change the answer, and are refused because they are not supported."""
 
 
 class EchoedBody(Body):
@@ -30,7 +30,7 @@ class EchoedBody(Body):
 
 
 ToolName = Annotated[str, Field(min_length=1, max_length=120)]
-"""The model's name of a tool is joined from two of these."""
+"""Name of a tool or of a namespace. The model's name of a tool joins the two."""
 
 
 class FunctionTool(EchoedBody):
@@ -93,7 +93,7 @@ Tool = Annotated[
 
 
 class NamedResponseTool(EchoedBody):
-    """A choice of one tool. Without a name, it is a tool of OpenAI's servers."""
+    """A `tool_choice` that names one tool. Without a name, the tool is one of OpenAI's servers."""
 
     type: str
     name: str | None = None
@@ -101,7 +101,7 @@ class NamedResponseTool(EchoedBody):
 
 
 class AllowedTools(EchoedBody):
-    """A choice among some of the tools."""
+    """A `tool_choice` among some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -133,7 +133,7 @@ class TextFormat(EchoedBody):
     strict: bool | None = None
 
     def for_chat(self) -> AnswerFormat:
-        """Return the same as a `response_format`."""
+        """Return the same format as the `response_format` of a chat."""
         schema = None
         if self.type == "json_schema":
             fields = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
@@ -144,7 +144,7 @@ class TextFormat(EchoedBody):
 class TextOptions(EchoedBody):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
-    """Passed to the chat template, which may know it."""
+    """Passed to the chat template, which may use or ignore it."""
 
 
 class ReasoningOptions(EchoedBody):
@@ -179,7 +179,7 @@ class ResponsesRequest(GenerationRequest):
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
     conversation: str | NamedConversation | None = None
-    """The conversation whose items come before the input. Input and output are added to it."""
+    """The conversation that the response continues. Input and output are added to the conversation afterwards."""
     store: bool = True
     background: bool = False
     metadata: Metadata = Field(default_factory=dict)
@@ -218,12 +218,12 @@ class ResponsesRequest(GenerationRequest):
 
     @property
     def input_items(self) -> list[InputItem]:
-        """The input as items."""
+        """The input as a list of items. A text becomes one message of the user."""
         return self.input if isinstance(self.input, list) else [MessageItem(role="user", content=self.input)]
 
     @property
     def conversation_id(self) -> str | None:
-        """The id of the conversation; None if there is none."""
+        """The id of the conversation; None if the request names no conversation."""
         given = self.conversation
         return given.id if isinstance(given, NamedConversation) else given
 

@@ -1,8 +1,8 @@
 """The responses that are kept, in an SQL database that several gateways may share.
 
-Each response belongs to the API key with which it was made. Per key, number and size are limited: the responses that
-were used longest ago make room. A response expires some time after its last use, as does every earlier turn of its
-conversation.
+Each response belongs to the API key with which it was made. The number and size of a key's responses are limited: the
+least recently used ones are deleted. A response expires some time after its last use. Using a response also uses every
+earlier turn of its conversation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.services.gateway.store.database import Database, Execute, StoreErr
 from paceline.services.gateway.store.store import Check, Store, Tables
 
 MAX_TURNS = 1000
-"""Largest number of turns of a conversation."""
+"""Largest number of turns that a response may continue, itself included."""
 
 Json = dict[str, Any]
 
@@ -34,12 +34,12 @@ class Record:
     owner: str
     """Digest of the API key that made it."""
     previous_id: str
-    """Id of the turn before; "" if this is the first one."""
+    """Id of the response that this one continues; "" if it is the first turn."""
     status: str
     runner: str
-    """Name of the gateway that computes it in the background; "" if none does."""
+    """Name of the gateway that computes the response in the background; "" if no gateway does."""
     runner_until: float
-    """When this gateway counts as ended unless it has said that it lives, in seconds since the epoch."""
+    """Instant from which `runner` counts as ended, unless it moves the instant; in seconds since the epoch."""
     response: Json
     input: list[Json]
     """The input items of this turn."""
@@ -50,12 +50,12 @@ class Record:
 
 
 class ResponseStore:
-    """Responses by id. All methods raise StoreError if the database cannot be used.
+    """Keeps responses by id. All methods raise StoreError if the database cannot be used.
 
     Args:
         entries: the largest number of responses of one owner.
-        max_bytes: the largest size of the responses of one owner together.
-        seconds: how long a response is kept after its last use.
+        max_bytes: largest size of all responses of one owner together.
+        seconds: time for which a response is kept after its last use.
     """
 
     def __init__(self, store: Store, *, entries: int, max_bytes: int, seconds: float) -> None:
@@ -66,12 +66,12 @@ class ResponseStore:
         self._seconds = seconds
 
     async def put(self, record: Record, also: Check | None = None) -> None:
-        """Keep a new response. Others of its owner make room for it.
+        """Add a new response. If needed, delete the owner's least recently used ones.
 
         Args:
-            also: what else is written, in the same transaction.
+            also: a function that writes more in the same transaction; None for nothing more.
 
-        Raises StoreError if it alone is larger than all responses of an owner may be.
+        Raises StoreError if the response alone is larger than all responses of an owner may be.
         """
 
         def put(execute: Execute) -> None:
@@ -100,7 +100,7 @@ class ResponseStore:
         await self._store.run(put)
 
     async def size(self, response_id: str, owner: str) -> int:
-        """Return the size of a response as JSON, with its input, in bytes; 0 if there is none of this id and owner."""
+        """Return the size in bytes of a response and its input as JSON; 0 if the owner has no such response."""
         query = "SELECT size FROM paceline_responses WHERE id = :id AND owner = :owner"
         rows, _ = await self._store.run(
             lambda execute: execute(query, {"id": response_id, "owner": owner}), writes=False
@@ -108,25 +108,25 @@ class ResponseStore:
         return int(rows[0][0]) if rows else 0
 
     async def write(self, check: Check) -> None:
-        """Write something else to the same database."""
+        """Run a function that writes to the same database, in a transaction."""
         await self._store.run(check)
 
     async def get(self, response_id: str, owner: str) -> Record | None:
-        """Return a response; None if there is none of this id and owner."""
+        """Return the response with an id; None if the owner has no such response."""
         return await self._store.run(lambda execute: _get(execute, response_id, owner), writes=False)
 
     async def conversation(
         self, response_id: str, owner: str, max_bytes: int, take: Callable[[int], object] = lambda size: None
     ) -> list[Record]:
-        """Return a response and all turns before it, the first one first. All of them count as used.
+        """Return a response and all turns before it, the oldest first. All of these turns count as used.
 
-        If a turn is not kept any more, the list begins with the one after it.
+        If a turn is not kept any more, the list begins with the turn after it.
 
         Args:
             max_bytes: the largest size of all turns together as JSON.
-            take: is told their size before any is read, and may raise an error.
+            take: is called with the turns' size in bytes before any is read, and may raise an error.
 
-        Raises InvalidRequestError if there are more than MAX_TURNS, or if they are larger. No turn is read then.
+        Raises InvalidRequestError if there are more than MAX_TURNS turns, or more bytes. No turn is read then.
         """
 
         def find(execute: Execute) -> tuple[list[str], int]:
@@ -169,13 +169,14 @@ class ResponseStore:
         return turns
 
     async def finish(self, response: Json, also: Check | None = None) -> bool:
-        """Write the end of a response that runs. Others of its owner make room for it. Return False if it has ended
-        already or was deleted.
+        """Store the final form of a running response. Return False if it has ended already or was deleted.
+
+        If needed, the owner's oldest other responses are deleted.
 
         Args:
-            also: what else is written then, in the same transaction.
+            also: a function that writes more in the same transaction; None for nothing more.
 
-        If it alone is larger than all responses of an owner may be, it is kept as failed, without its output.
+        If the response alone is larger than all responses of an owner may be, it is stored as failed, without output.
         """
 
         def finish(execute: Execute) -> bool:
@@ -201,9 +202,10 @@ class ResponseStore:
         return await self._store.run(finish)
 
     async def keep_alive(self, runner: str, until: float, running: Collection[str]) -> set[str]:
-        """Say that a gateway computes responses. Return the ids of those that it shall go on with.
+        """Renew a gateway's sign of life for the responses in `running`. Return the ids of those that are to go on.
 
-        A response that it does not compute, because the answer to an earlier call was lost, counts as failed soon.
+        A response of the gateway that is not in `running`, because the answer to an earlier call was lost, soon counts
+        as failed.
         """
 
         def keep(execute: Execute) -> set[str]:
@@ -214,20 +216,21 @@ class ResponseStore:
         return await self._store.run(keep)
 
     async def delete(self, response_id: str, owner: str) -> bool:
-        """Delete a response. Return False if there is none of this id and owner."""
+        """Delete the response with an id. Return False if the owner has no such response."""
         statement = "DELETE FROM paceline_responses WHERE id = :id AND owner = :owner AND expires >= :now"
         fields = {"id": response_id, "owner": owner, "now": time.time()}
         return await self._store.run(lambda execute: execute(statement, fields)[1] > 0)
 
     def _too_large(self, size: int) -> str:
-        """Return what to say of a response that is larger than all of an owner may be; "" if it is not."""
+        """Return an error message if a response is larger than all responses of an owner may be; else ""."""
         if size <= self._max_bytes:
             return ""
         return f"the response has {size} bytes, but only {self._max_bytes} are kept for each API key"
 
     def _make_room(self, execute: Execute, owner: str, size: int, response_id: str) -> None:
-        """Delete the oldest responses of an owner until one more, of this size, may be kept. It does not count itself,
-        if it is kept already.
+        """Delete the oldest responses of an owner until one more of `size` bytes has room.
+
+        The response `response_id` itself does not count, if it is stored already.
         """
         fields: Mapping[str, Any] = {"owner": owner, "id": response_id}
         ((entries, total),), _ = execute(f"SELECT COUNT(*), COALESCE(SUM(size), 0) {_OTHERS}", fields)

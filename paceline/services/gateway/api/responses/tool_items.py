@@ -1,4 +1,4 @@
-"""The items of tools: calls of the model, and what they returned."""
+"""The items of tools: calls by the model, and the results of calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NamedCallItem(ConversationItem):
 
 
 class FunctionCallItem(NamedCallItem):
-    """A call of a function."""
+    """A call of a function by the model."""
 
     type: Literal["function_call"]
     arguments: str
@@ -37,7 +37,7 @@ class FunctionCallItem(NamedCallItem):
 
 
 class CustomCallItem(NamedCallItem):
-    """A call of a tool that takes a text."""
+    """A call of a custom tool by the model. Its input is a text."""
 
     type: Literal["custom_tool_call"]
     input: str
@@ -68,7 +68,7 @@ class AgentCallItem(ConversationItem):
 
 
 class McpCallItem(ConversationItem):
-    """A call of a tool on an MCP server with what it returned."""
+    """A call of a tool on an MCP server, with its result."""
 
     model_config = _KEEPING
 
@@ -87,7 +87,7 @@ class McpCallItem(ConversationItem):
 
 
 class UnreadPart(Body):
-    """A document in a tool's output. The model sees a note in its place, because an agent cannot know what comes."""
+    """A document in a tool's output. The model sees a note instead, because agents cannot know what tools return."""
 
     model_config = _KEEPING
 
@@ -111,14 +111,14 @@ OutputPart = Annotated[
 
 
 class ToolOutputItem(ConversationItem):
-    """The base of what tools returned."""
+    """The base class of results of tools."""
 
     call_id: str
-    """The id of the call."""
+    """The id of the call that had this result."""
 
 
 class CallOutputItem(ToolOutputItem):
-    """The result of a tool. It may be one image, such as a computer's screenshot."""
+    """The result of a tool: text, parts, or one image, such as a computer's screenshot."""
 
     type: Literal["function_call_output", "custom_tool_call_output", "computer_call_output"]
     output: str | list[OutputPart] | Json

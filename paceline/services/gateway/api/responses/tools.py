@@ -33,7 +33,7 @@ _JSON_STRING = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True, slots=True)
 class ClientName:
-    """A tool as the client names it."""
+    """The client's name of a tool, with its namespace."""
 
     kind: Literal["function", "custom"]
     name: str
@@ -48,14 +48,14 @@ def joined_name(name: str, namespace: str | None) -> str:
 
 
 class Toolbox:
-    """The tools that the model may call.
+    """The tools of a request: as functions for the model, and with the client's names.
 
     Args:
         request: the request with its tools. Those of OpenAI's servers are left out.
         items: the whole conversation, because items may define further tools.
 
     Raises:
-        InvalidRequestError: two tools have the same name, or the choice names a tool that there is not.
+        InvalidRequestError: two tools have the same name, or the choice names a tool that does not exist.
     """
 
     def __init__(self, request: ResponsesRequest, items: Iterable[InputItem] = ()) -> None:
@@ -75,7 +75,7 @@ class Toolbox:
 
     @property
     def definitions(self) -> list[ToolDefinition] | None:
-        """The functions for a chat; None if there are none."""
+        """The functions for a chat's `tools`; None if there are no functions."""
         return [ToolDefinition(function=function, cache_control=None) for function in self._functions.values()] or None
 
     def client_name(self, name: str) -> ClientName:
@@ -83,7 +83,7 @@ class Toolbox:
         return self._names.get(name) or ClientName("function", name)
 
     def name_for_model(self, name: str, namespace: str | None) -> str:
-        """Return the model's name of a tool, which may be one of an earlier turn."""
+        """Return the model's name of a tool, which may be a tool of an earlier turn that is gone."""
         return joined_name(name, namespace)
 
     def _add(self, name: ClientName, function: Function) -> None:
@@ -91,7 +91,7 @@ class Toolbox:
         self._names[function.name] = name
 
     def _choose(self, choice: str | AllowedTools | NamedResponseTool) -> ChatToolChoice | None:
-        """Return the choice for a chat. A choice among some tools removes the others."""
+        """Return a chat's `tool_choice`. A choice among some tools removes all others from this toolbox."""
         if isinstance(choice, AllowedTools):
             allowed = {self._find(tool, "tool_choice.tools") for tool in choice.tools if tool.name is not None}
             self._functions = {name: self._functions[name] for name in self._functions if name in allowed}
@@ -117,7 +117,7 @@ class Toolbox:
 
 
 def _tools_of(items: Iterable[InputItem]) -> list[Tool]:
-    """Return the tools that items define. Definitions that are not understood are left out."""
+    """Return the tools that items define. Definitions that cannot be read are left out."""
     tools: list[Tool] = []
     for item in items:
         for data in (isinstance(item, OtherItem) and item.tools) or ():
@@ -167,12 +167,12 @@ def _function(tool: FunctionTool | CustomTool, namespace: str | None = None) -> 
 
 
 class CustomInput:
-    """The input of a custom tool, read from the arguments {"input": "…"} as they come."""
+    """Reads the input of a custom tool from the arguments {"input": "…"} while they come."""
 
     _BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
     _TEXT = re.compile(r'(?:[^"\\]+|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})*')
     _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})$")
-    """The first half of a character, whose second half follows. The backslashes before it stand for themselves."""
+    """Matches, at the end of a piece, the escape of the first half of a character whose second half follows."""
 
     def __init__(self) -> None:
         self._rest = ""
@@ -180,7 +180,7 @@ class CustomInput:
         self._has_ended = False
 
     def push(self, arguments: str) -> str:
-        """Take a piece of the arguments. Return new text of the input."""
+        """Take the next piece of the arguments. Return new text of the input."""
         self._rest += arguments
         if not self._has_begun:
             begin = self._BEGIN.match(self._rest)
@@ -199,12 +199,12 @@ class CustomInput:
         return _decoded(text)
 
     def finish(self) -> str:
-        """Return the text that was held back: all arguments, if they are no such object, not even its beginning."""
+        """End the input. Return the text that was held back; all arguments if they do not begin such an object."""
         may_begin = '{"input":"'.startswith("".join(self._rest.split()))
         return "" if self._has_begun or may_begin else self._rest
 
 
 def _decoded(text: str) -> str:
-    """Return the text of the inside of a JSON string. Halves of characters without the other half are replaced."""
+    """Return the text of a JSON string without its quotes. Halves of characters without the other half are replaced."""
     decoded = str(_JSON_STRING.decode(f'"{text}"'))
     return decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if "\\u" in text else decoded

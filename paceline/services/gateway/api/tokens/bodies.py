@@ -78,7 +78,7 @@ class RenderedRequest(AnswerBody):
     cache_salt: str | None
     kv_transfer_params: None
     priority: int = 0
-    """Missing if the request did not have it."""
+    """Priority from the request; missing if the request has none."""
 
 
 class PlainUsage(AnswerBody):

@@ -1,7 +1,7 @@
-"""Token ids that POST /inference/v1/generate has returned, as an answer to a chat or a completion. Pure functions.
+"""Turns token ids from POST /inference/v1/generate into an answer to a chat or a completion. Pure functions.
 
-A streamed answer comes one event a call. The client carries the tokens of all events before, which are read again with
-each call, so any gateway can take the next one.
+A streamed answer comes one event per call. The client sends the tokens of all earlier events with each call, and they
+are read again, so any gateway can take the next event.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Json = dict[str, Any]
 def derender_chat(
     body: DerenderChatRequest, plan: Plan | None, response_id: str, model: str, tokenizer: Tokenizer
 ) -> Json:
-    """Return a chat completion.
+    """Return the chat completion for generated token ids.
 
     Args:
         plan: the plan of the chat that was rendered; None if it is unknown.
@@ -61,7 +61,7 @@ def derender_chat(
 def derender_completion(
     body: DerenderCompletionRequest, plan: Plan | None, response_id: str, model: str, tokenizer: Tokenizer
 ) -> Json:
-    """Return a completion, whose choices are numbered over all prompts. Arguments are as for `derender_chat`.
+    """Return a completion, whose choices are numbered over all prompts. Arguments are those of `derender_chat`.
 
     Raises InvalidRequestError if the rendered request has another number of prompts.
     """
@@ -104,7 +104,7 @@ def derender_completion_event(
 
 
 class _Stream:
-    """One event of a choice, and the events before."""
+    """One streamed event of a choice, read after the choice's earlier events."""
 
     def __init__(self, body: DerenderStream, plan: Plan | None, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -115,7 +115,7 @@ class _Stream:
         prompt_ids = body.prompt_token_ids or event.prompt_token_ids or []
         tokens, scores = _of_event(event)
         self._scores = [*self._state.pending_logprobs, *scores] if len(scores) == len(tokens) else []
-        """Logprobs of the last tokens, those of this event included."""
+        """Logprobs of the last tokens, those of this event included; [] if the event lacks them."""
         shown = _shown_logprobs(self._scores)
         plan = plan or _bare_plan([prompt_ids], shown, tokenizer)
         prompt = _without_missing_logprobs(plan.prompts[0], shown)
@@ -129,7 +129,7 @@ class _Stream:
         self.plan = dataclasses.replace(plan, prompts=[dataclasses.replace(prompt, sampling=sampling)], n=1)
 
     def read(self, format_: ResponseFormat) -> Json:
-        """Return the event's chunk and the next state."""
+        """Return the chunk for the event, and the state for the next call."""
         event, state = self._body.generate_chunk, self._state
         if not event.choices:
             chunk = format_.usage_chunk(self._usage() or {})
@@ -161,7 +161,7 @@ class _Stream:
         return {"chunk": chunk, "stream_state": after.model_dump()}
 
     def _before(self) -> list[Token]:
-        """Return the tokens of the events before, with those of their logprobs that a chunk may still show."""
+        """Return the tokens of the earlier events. Those that a chunk may still show have their logprobs."""
         ids, pending = self._state.output_token_ids, self._state.pending_logprobs
         shown = len(ids) - len(pending)
         scored = (Token(token_id, _logprobs(score)) for token_id, score in zip(ids[shown:], pending, strict=True))
@@ -175,7 +175,7 @@ class _Stream:
         return self._scores[max(0, first - unscored) :]
 
     def _call_id(self) -> str:
-        """Return the id of the next call, which is the same each time that its event is read."""
+        """Return the id of the next tool call. Reading an event again gives a call the same id."""
         known, number = self._state.last_tool_call_ids, len(self._call_ids)
         self._call_ids.append(known[number] if number < len(known) else self._new_call_id())
         return self._call_ids[-1]
@@ -199,7 +199,7 @@ def _of_event(event: TokensEvent) -> tuple[list[int], list[ChosenLogprob]]:
 
 
 def _joined(chunks: Sequence[Json]) -> Json | None:
-    """Return several chunks of a choice as one; None if there are none."""
+    """Return several chunks of a choice as one chunk; None for no chunks."""
     if not chunks:
         return None
     (first,) = chunks[0]["choices"]
@@ -215,10 +215,10 @@ def _joined(chunks: Sequence[Json]) -> Json | None:
 
 
 def _bare_plan(prompts: Sequence[list[int]], shown: int | None, tokenizer: Tokenizer) -> Plan:
-    """Return a plan for answers to unknown requests: they are text up to a token that ends an answer.
+    """Return a plan for answers to unknown requests, which are read as text up to a token that ends an answer.
 
     Args:
-        shown: the number of likely tokens to show; None if answers have no logprobs.
+        shown: number of likely tokens to show for each token; None if answers have no logprobs.
     """
     sampling = SamplingParams(stop_token_ids=tokenizer.eos_token_ids, logprobs=shown)
     plans = [PromptPlan(None, ids, sampling) for ids in prompts]
@@ -237,7 +237,7 @@ def _plan(plan: Plan, answers: Sequence[TokensAnswer]) -> Plan:
 
 
 def _without_missing_logprobs(prompt: PromptPlan, known: int | None) -> PromptPlan:
-    """Return a prompt's plan without logprobs of the prompt, and of tokens if the answers have none."""
+    """Return a prompt's plan without logprobs of the prompt, and without those of the answer if `known` is None."""
     shown = prompt.sampling.logprobs if known is not None else None
     return dataclasses.replace(
         prompt, sampling=dataclasses.replace(prompt.sampling, prompt_logprobs=None, logprobs=shown)
@@ -245,7 +245,7 @@ def _without_missing_logprobs(prompt: PromptPlan, known: int | None) -> PromptPl
 
 
 def _read(answers: Iterable[TokensAnswer], plan: Plan, tokenizer: Tokenizer) -> list[Delta]:
-    """Return each choice with its text and its parts."""
+    """Return one delta for each whole choice, with its text and its parts."""
     choices = [choice for answer in answers for choice in sorted(answer.choices, key=lambda choice: choice.index)]
     return [
         _read_choice(choice, _tokens_of(choice), Choice(index, plan, tokenizer)) for index, choice in enumerate(choices)
@@ -276,7 +276,7 @@ def _logprobs(score: ChosenLogprob | None) -> tuple[Logprob, ...]:
 
 
 def _scores_of(answers: Iterable[TokensAnswer]) -> Iterator[ChosenLogprob]:
-    """Yield the logprobs of all tokens of answers."""
+    """Yield the logprobs of all tokens of all answers."""
     for answer in answers:
         for choice in answer.choices:
             yield from choice.scores or ()
@@ -288,7 +288,7 @@ def _shown_logprobs(scores: Iterable[ChosenLogprob]) -> int | None:
 
 
 def _shown(entry: ChosenLogprob) -> int:
-    """Return the number of likely tokens of an entry, without the chosen token if it is none of them."""
+    """Return the number of likely tokens of an entry. The chosen token counts only if it is among the likely ones."""
     count = len(entry.top_logprobs)
     return max(0, count - ((entry.rank or 1) > count))
 

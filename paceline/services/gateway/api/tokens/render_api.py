@@ -1,4 +1,4 @@
-"""The steps before and after inference alone: render turns a request into token ids, derender turns ids into an answer.
+"""The steps before and after inference as routes: render turns a request into token ids, derender ids into an answer.
 
 A router renders a request, sends the result to /inference/v1/generate, and derenders what comes back.
 """
@@ -59,7 +59,7 @@ _RESOLVED = (
     "logprobs",
     "prompt_logprobs",
 )
-"""Sampling parameters that get the values of the plan, where a request may have left them out."""
+"""Sampling parameters that a rendered request gets from the plan, because the client may have left them out."""
 
 _LEFT_OUT = {
     *OUTSIDE,
@@ -73,12 +73,12 @@ _LEFT_OUT = {
     "truncation_side",
     "user",
 }
-"""Fields of a request that are no sampling parameters, or that the plan has in another form. The fields whose names
-begin with guided_ are left out, too."""
+"""Fields of a request that a rendered request's sampling_params leave out: they are no sampling parameters, or the plan
+has them in another form. Fields whose names begin with guided_ are left out, too."""
 
 
 def render(request: GenerationRequest, plan: Plan, request_id: str, model: str) -> list[Json]:
-    """Return one body for each prompt. All sampling parameters have the values with which the request would run."""
+    """Return one body for each prompt of a plan. All sampling parameters have the values that the plan has resolved."""
     return [
         {
             "request_id": request_id if len(plan.prompts) == 1 else f"{request_id}-{index}",
@@ -121,7 +121,7 @@ def _structured_outputs(constraint: Constraint | None) -> Json | None:
 
 
 def check_no_media(chat: ChatRequest, model: ModelFleet) -> None:
-    """Raise ApiError if a chat that shall be rendered has media."""
+    """Raise ApiError if a chat has media, which a rendered request cannot have."""
     if media_of(chat.messages, model.tokenizer):
         message = "messages: a rendered request is token ids, which cannot have images, videos or audio"
         raise ApiError(400, f"{message}; send them to the route that answers", param="messages")

@@ -27,7 +27,7 @@ _INVOKED: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("/rerank", (("query", "documents"),)),
     ("/score", (("queries",), ("text_1",), ("data_1",))),
 )
-"""The routes that /invocations stands for, with the fields by which their bodies are known."""
+"""The routes that /invocations may stand for, each with the fields by which its bodies are recognized."""
 
 
 def add_token_api(router: APIRouter, gateway: Gateway) -> None:
@@ -57,7 +57,7 @@ class TokensApi:
         return await respond(model, body, plan, tokens_format, request)
 
     async def invoke(self, request: Request) -> Response:
-        """Answer as the route does that takes such a body, as Amazon SageMaker asks all models at one path."""
+        """Answer like the route that takes such a body. Amazon SageMaker sends all requests to this one path."""
         body = await request.body()
         return OtherRoute(self._router, await aside(request, _route_of, body), body)
 
@@ -69,7 +69,7 @@ class TokensApi:
 
 
 class OtherRoute(Response):
-    """The answer of another route of a router to the same body."""
+    """The response of another route of a router to the same body."""
 
     def __init__(self, router: APIRouter, path: str, body: bytes) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class OtherRoute(Response):
 
 
 def _route_of(body: bytes) -> str:
-    """Return the route that takes a body. Raises ApiError if none does."""
+    """Return the path of the route that takes a body. Raises ApiError if no route does."""
     try:
         fields = parse(body)
     except (RequestValidationError, ApiError):

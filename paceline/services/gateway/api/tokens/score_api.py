@@ -31,11 +31,11 @@ MAX_PAIRS = 1000
 """Largest number of pairs of a query and a document in one request."""
 
 _NAMES = (("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2"))
-"""Names that clients use for queries and documents."""
+"""Pairs of names that clients use for the fields with queries and documents."""
 
 
 class Document(Body):
-    """A document as an object."""
+    """A document that a client sends as an object."""
 
     text: str
 
@@ -45,20 +45,20 @@ Texts = Annotated[list[AnyText], Field(min_length=1, max_length=MAX_PAIRS)]
 
 
 class ScoringRequest(NamedRequest):
-    """The fields that all routes share."""
+    """The fields that /score and /rerank share."""
 
     request_id: str | None = None
     instruction: str | None = None
-    """What a document has to do for a query. Default: it answers a web search."""
+    """Instruction that tells the model when a document fits a query. Default: the document answers a web search."""
     use_activation: bool | None = None
-    """If false, a score is the difference of the two logprobs instead of a probability."""
+    """If false, a score is the difference of the two tokens' logprobs instead of a probability."""
 
     max_tokens_per_doc: int | None = Field(None, ge=0)
-    """Tokens to which documents are cut; 0 is no limit."""
+    """Number of tokens to which documents are cut; 0 and None are no limit."""
     max_tokens_per_query: int | None = Field(None, ge=0)
-    """The same for queries."""
+    """Number of tokens to which queries are cut; 0 and None are no limit."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Tokens that a prompt may have, or -1 for all that fit. Documents of longer ones are cut."""
+    """Largest number of tokens of a prompt; -1 for as many as the context has. Documents of longer prompts are cut."""
 
     @model_validator(mode="before")
     @classmethod
@@ -73,7 +73,7 @@ class ScoringRequest(NamedRequest):
 
 
 class ScoreRequest(ScoringRequest):
-    """The body of POST /score. One query may have many documents; otherwise there are as many as queries.
+    """The body of POST /score. There are as many documents as queries, or a single query with many documents.
 
     Queries and documents have one of the pairs of names in `_NAMES`.
     """
@@ -87,7 +87,7 @@ class ScoreRequest(ScoringRequest):
     data_2: AnyText | Texts | None = None
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Return the pairs of a query and a document. The keys name the document's field, such as "documents[0]".
+        """Return each pair of a query and a document, by the document's field, such as "documents[0]".
 
         Raises ApiError if queries or documents are missing, or if their numbers do not match.
         """
@@ -117,13 +117,13 @@ class RerankRequest(ScoringRequest):
     return_documents: bool = True
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Return one pair of query and document for each document. The keys name its field, such as "documents[0]"."""
+        """Return each document with the query before it, by the document's field, such as "documents[0]"."""
         (query,) = _texts(self.query)
         return {f"documents[{index}]": (query, text) for index, text in enumerate(_texts(self.documents))}
 
 
 class LabelsRequest(NamedRequest):
-    """The body of POST /generative_scoring: how likely are some tokens after each item?"""
+    """The body of POST /generative_scoring, which asks how likely some tokens are after each item."""
 
     request_id: str | None = None
     query: str | list[TokenId]
@@ -138,7 +138,7 @@ class LabelsRequest(NamedRequest):
     def prompts(self, tokenizer: Tokenizer) -> Iterator[tuple[str, list[int]]]:
         """Yield the name of each item's field, such as "items[0]", and the item's prompt.
 
-        Raises InvalidRequestError if ids are not valid.
+        Raises InvalidRequestError if a token id is not valid.
         """
         for index, item in enumerate(self.items):
             parts: list[tuple[str | list[int], str]] = [(self.query, "query"), (item, f"items[{index}]")]
@@ -154,7 +154,7 @@ class LabelsRequest(NamedRequest):
 
 
 def add_score_api(router: APIRouter, gateway: Gateway) -> None:
-    """Add the routes that score and rerank to a router."""
+    """Add the routes that score and rerank documents to a router."""
     api = ScoreApi(gateway)
     router.post("/v1/score", response_model=None, responses=answers(Scores))(api.score)
     router.post("/score", response_model=None, responses=answers(Scores))(api.score)
@@ -165,7 +165,7 @@ def add_score_api(router: APIRouter, gateway: Gateway) -> None:
 
 
 class ScoreApi:
-    """The routes that score and rerank."""
+    """The routes that score and rerank documents."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -227,11 +227,11 @@ async def _respond(
     request: Request,
     answer: Callable[[Sequence[float], Json, str], Json],
 ) -> Response:
-    """Compute the margins of all pairs (see `Scoring.margin`) and return the response.
+    """Compute the margin of each pair, see `Scoring.margin`, and return the response.
 
     Args:
-        pairs: each query with its document, by the field of the document.
-        answer: returns the body for the margins, the usage and the response's id.
+        pairs: each query with its document, by the document's field.
+        answer: returns the JSON body from the margins, the usage and the response's id.
     """
     response_id = choose_id(body.request_id, request)
     scoring = model.scoring
@@ -265,7 +265,7 @@ def _read_alone(usage: Json) -> Json:
 
 
 def _limit(body: ScoringRequest, model: ServedModel) -> int | None:
-    """Return the most tokens that a prompt shall have; None if nothing is cut. One more token is generated."""
+    """Return the largest number of tokens of a prompt; None if none is cut. It leaves room for one generated token."""
     limit = body.truncate_prompt_tokens
     return None if limit is None else model.max_model_len - 1 if limit == -1 else limit
 

@@ -1,4 +1,4 @@
-"""Answers of POST /inference/v1/generate: choices as token ids, and their text if the client wants it."""
+"""Formats answers of POST /inference/v1/generate: choices as token ids, with their text if the client wants it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
 class TokensFormat(ResponseFormat):
-    """Responses of POST /inference/v1/generate."""
+    """Formats deltas as responses of POST /inference/v1/generate."""
 
     def __init__(self, request: TokensRequest, plan: Plan, response_id: str, model: str, tokenizer: Tokenizer) -> None:
         super().__init__(request.sampling_params, plan, response_id, model, tokenizer)

@@ -4,7 +4,7 @@ reader          text that comes piece by piece, for parsers that read it from th
 answer          the parts of an answer, and the answer whose text is being read
 form            how a model marks its reasoning and writes tool calls; `forms` has one file for each family
 parser          one answer's parser
-expressions     pieces of grammars; `values` and `schemas` make them of the JSON schemas of tools
+expressions     pieces of grammars, from which tool calls are built
 grammar         the constraint that keeps an answer within its forms
 structural_tag  the grammar of a structural tag
 registry        forms by name, and the form that fits a chat template

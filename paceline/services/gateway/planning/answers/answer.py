@@ -34,7 +34,7 @@ class CallBegin:
     """The beginning of a tool call. It comes once for each call, before the call's arguments."""
 
     index: int
-    """Counts the calls of an answer."""
+    """Number of the call in its answer, from 0."""
     id: str
     name: str
 
@@ -51,7 +51,7 @@ Part: TypeAlias = Content | Reasoning | CallBegin | CallArguments
 
 
 def join_parts(parts: list[Part]) -> list[Part]:
-    """Return the same parts, with neighbours of one kind joined."""
+    """Return the parts of an answer with neighbouring pieces of one kind joined into one part."""
     joined: list[Part] = []
     for _, group in itertools.groupby(parts, key=lambda part: (type(part), getattr(part, "index", None))):
         first, *others = group
@@ -70,7 +70,7 @@ class Call:
     id: str
     name: str
     arguments: str
-    """JSON text, unless the answer was cut off."""
+    """JSON text; only its beginning if the answer was cut off."""
 
 
 def calls_of(parts: Sequence[Part]) -> list[Call]:
@@ -84,15 +84,15 @@ def calls_of(parts: Sequence[Part]) -> list[Call]:
 
 
 def new_call_id() -> str:
-    """Return an id for a tool call, as OpenAI's look."""
+    """Return a new id for a tool call, in the form of OpenAI's ids."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class Answer:
-    """The text that a form's parser reads, and the parts that it has found.
+    """An answer while it is parsed: the text to read, and the parts that the parser has found.
 
-    White space around the parts is no part of them: after reasoning and calls and before them, it is dropped. The end
-    of an answer that is nothing but content keeps its white space.
+    White space before and after reasoning and calls is dropped. An answer that is nothing but content keeps the white
+    space at its end.
     """
 
     def __init__(self, new_call_id: Callable[[], str]) -> None:
@@ -100,17 +100,17 @@ class Answer:
         self.tools: Mapping[str, ArgumentTypes] = {}
         """The tools that may be called, by name, with the types of their arguments."""
         self.parts: list[Part] = []
-        """Parts that nobody has taken."""
+        """Parts that have been found and that `AnswerParser` has not taken yet."""
         self.is_thinking = False
         """Whether the text that comes next is reasoning."""
         self.reasoning_length = 0
-        """Characters of reasoning that have been read, with the white space around them."""
+        """Number of characters of reasoning that have been read, the white space around it included."""
         self.failed_place = -1
-        """Place up to which text has been read that is no call after all; see `Reader.place`."""
+        """End of the text that was read as a call and is none, as a number of characters; see `Reader.place`."""
         self._new_call_id = new_call_id
         self._calls = 0
         self._arguments: list[str] = []
-        """The pieces of the last call's arguments."""
+        """The pieces of JSON text of the last call's arguments."""
         self._space = ""
         """White space that belongs to the text only if more text follows."""
         self._drops_space = False
@@ -118,12 +118,12 @@ class Answer:
 
     @property
     def call_count(self) -> int:
-        """Number of calls that have begun."""
+        """Number of tool calls that have begun in this answer."""
         return self._calls
 
     @property
     def ends_within_arguments(self) -> bool:
-        """Whether the last call's arguments are the beginning of JSON text, and not all of it."""
+        """Whether the last call's arguments are incomplete JSON text."""
         if not self._calls:
             return False
         try:
@@ -136,22 +136,22 @@ class Answer:
 
     @property
     def held(self) -> str:
-        """Text that has come and is in no part yet."""
+        """Text that the model has written and that is in no part yet."""
         return self._space + self.reader.held
 
     def content(self, text: str) -> None:
-        """Add content."""
+        """Add text to the content, without white space next to other parts."""
         if text := self._trimmed(text):
             self.parts.append(Content(text))
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning."""
+        """Add text to the reasoning, without white space next to other parts."""
         self.reasoning_length += len(text)
         if text := self._trimmed(text):
             self.parts.append(Reasoning(text))
 
     def read_reasoning(self, ends: Sequence[str]) -> Steps[str | None]:
-        """Read reasoning up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        """Read reasoning and the end marker after it. Return the marker; None if the answer ends first."""
         self.end_text()
         self.is_thinking = True
         end = yield from self.reader.pass_until(ends, self.reasoning, self.reasoning)
@@ -161,14 +161,15 @@ class Answer:
         return end
 
     def read_content(self, ends: Sequence[str]) -> Steps[str | None]:
-        """Read content up to one of these texts, which is read, too. Return it; None if the answer ends first."""
+        """Read content and the first of the `ends` after it. Return this text; None if the answer ends first."""
         return self.reader.pass_until(ends, self.content, self._half_marker)
 
     def begin_call(self, name: str, call_id: str | None = None) -> Callable[[str], None]:
-        """Begin a tool call. Return the function that adds to its arguments, which must be JSON text in the end.
+        """Begin a tool call. Return the function that adds pieces of its arguments, which together must be JSON text.
 
         Args:
-            call_id: the id that the model chose, if it did.
+            name: name of the called tool.
+            call_id: the id that the model chose; None makes a new one.
         """
         self.end_text()
         self.reader.forget()  # the text of a call that has begun will not be read again
@@ -186,18 +187,18 @@ class Answer:
         return add
 
     def end_text(self) -> None:
-        """End the reasoning or content: other parts follow, so white space between them is dropped."""
+        """End the reasoning or content, because a part of another kind follows. Drop the white space between them."""
         self._space = ""
         self._drops_space = True
 
     def close(self) -> None:
-        """Add the white space at the end, if the answer ends with content."""
+        """End the answer. Keep the white space at its end if it ends with content."""
         if self._space and not self.is_thinking:
             self.parts.append(Content(self._space))
         self._space = ""
 
     def _half_marker(self, text: str) -> None:
-        """Add the beginning of a marker, with which the answer ends, to the content; after a call it is none."""
+        """Add an unfinished marker at the answer's end to the content; drop it if it follows a call."""
         if not (self._calls and self._drops_space):
             self.content(text)
 

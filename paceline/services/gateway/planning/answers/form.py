@@ -13,18 +13,18 @@ from paceline.services.gateway.planning.answers.reader import Reader, Steps
 
 @dataclass(frozen=True, slots=True)
 class ReasoningMarks:
-    """The marks of a model's reasoning."""
+    """The texts before and after a model's reasoning."""
 
     start: str
     end: str
     label: str = ""
-    """Text after the start that is no part of the reasoning."""
+    """Text after `start` that is not part of the reasoning, such as the name of a channel; "" if there is none."""
     always_open: bool = False
-    """Whether each answer begins within reasoning, although the prompt does not show it."""
+    """Whether each answer begins within reasoning, even if the prompt does not end with `start`."""
 
     @property
     def opening(self) -> str:
-        """All text before the reasoning."""
+        """The whole text before the reasoning: `start` and `label`."""
         return self.start + self.label
 
 
@@ -33,11 +33,12 @@ class ToolForm:
 
     Attributes:
         name: the name by which users choose the form.
-        trigger: the text that begins a call; "" if calls are always whole answers, see `bare_start`.
-        aliases: other texts that begin a call as the trigger does.
-        markers: texts that are never content, the triggers included. They may be tokens of the model's own.
-        bare_start: if calls may be whole answers, without a trigger: how such an answer begins. A regular expression
-            for each of its first terminals, between which there may be white space. `begins` finds the same texts.
+        trigger: the text that begins a call; "" if an answer with calls always is nothing but calls, see `bare_start`.
+        aliases: other texts with the same meaning as the trigger.
+        markers: texts that are never content, the triggers included. They may be added tokens of the model.
+        bare_start: beginning of an answer that is nothing but calls and has no trigger: a regular expression for each
+            of its first terminals, with white space allowed between them; () if there are no such answers.
+            `begins` must recognize the same answers.
         repeats: whether the trigger may come again after a call.
     """
 
@@ -54,25 +55,26 @@ class ToolForm:
         return (self.trigger, *self.aliases) if self.trigger else ()
 
     def new_call_id(self) -> str:
-        """Return an id for a call, as the family's chat templates accept it."""
+        """Return a new id for a call, in a form that the family's chat templates accept."""
         return new_call_id()
 
     def begins(self, reader: Reader) -> Steps[bool]:
-        """Look at the beginning of an answer. Return whether it is a call, although no trigger has come."""
+        """Return whether the answer begins with a call that has no trigger."""
         return False
         yield
 
     def argument_types(self, tools: Sequence[ToolSpelling]) -> Mapping[str, ArgumentTypes]:
-        """Return the types of each tool's arguments, by its name. Most forms need none: texts of values show them.
+        """Return the types of each tool's arguments, by the tool's name.
 
-        To read them from a schema may take a second, so this is done before the answer, and not on the event loop.
+        By default every type is allowed, because in most forms the text of a value shows its type. Reading types from a
+        schema may take a second, so this is called before the answer begins, and not on the event loop.
         """
         return {tool.name: ANY_TYPES for tool in tools}
 
     def read(self, answer: Answer) -> Steps[None]:
         """Read the calls after the trigger, or the calls that `begins` has found.
 
-        Raises FormError if what comes is no call, and EndOfAnswerError if the answer ends within one.
+        Raises FormError if the text is no call, and EndOfAnswerError if the answer ends within a call.
         """
         raise NotImplementedError
 
@@ -85,21 +87,25 @@ class ToolForm:
         raise NotImplementedError
 
     def write_all(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Return the calls of one answer, each a name and arguments, as the model writes them."""
+        """Return all calls of one answer as the model writes them.
+
+        Args:
+            calls: the name of each call and its arguments as JSON text.
+        """
         return "\n".join(self.write(name, arguments) for name, arguments in calls)
 
     def notation(self, spelling: Spelling) -> Notation:
-        """Return the notation of a call's arguments."""
+        """Return how the model writes the arguments of a call, as options for their schema; {} for JSON."""
         return JSON
 
     def grammar(self, spelling: Spelling, tools: Sequence[ToolSpelling], parallel: bool) -> str:
-        """Return an expression of a grammar for what comes after the trigger, or for the whole answer.
+        """Return an expression of a grammar for the calls after the trigger, or for an answer without a trigger.
 
-        The form's own rules may follow it, each in a line of its own.
+        The form's own rules may follow the expression, each in a line of its own.
 
         Args:
             tools: the tools that may be called.
-            parallel: whether there may be several calls after one trigger, where the form has that.
+            parallel: whether several calls may follow one trigger, if the form knows this.
         """
         raise NotImplementedError
 
@@ -107,8 +113,8 @@ class ToolForm:
 class ChannelForm(ToolForm):
     """A form of whole answers: their reasoning, content and calls are messages, whose headers name a channel.
 
-    So one computation reads all of an answer: `read` begins where the answer does, or after reasoning that the prompt
-    has begun, and raises no FormError. `grammar` is not used.
+    `read` reads the whole answer, from its beginning or from the end of reasoning that the prompt has begun. The method
+    raises no FormError. `grammar` is not used.
 
     Attributes:
         thought: the beginning and the end of a message with reasoning.

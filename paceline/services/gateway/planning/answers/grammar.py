@@ -1,7 +1,7 @@
 """The grammar of an answer: reasoning of bounded length first, then content in the wanted format, and tool calls.
 
-All of it is one constraint of kind GRAMMAR in llguidance's form of Lark, which workers enforce token by token. So a
-call that has begun ends well formed, and a budget holds, also for drafts, after a handoff and after a retry.
+The grammar is one constraint of kind GRAMMAR in llguidance's form of Lark, which workers enforce token by token. So a
+call that has begun ends well formed, and a budget holds also for draft tokens, after a handoff and after a retry.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ def answer_grammar(
     parallel: bool,
     content: str | None,
 ) -> str:
-    """Return the grammar of an answer.
+    """Return the grammar of an answer, in llguidance's form of Lark.
 
     Args:
+        thought: how the model marks reasoning; None if it does not reason.
         is_open: whether the answer begins within reasoning.
         budget: the largest number of tokens of reasoning; None if there is no limit.
-        form: how calls are written; None if there are no tools.
+        form: how the model writes calls; None if there are no tools.
         choice: "none" allows no call, "required" nothing but calls.
         parallel: whether there may be more than one call.
         content: an expression for the content; None if it may be any text.
@@ -75,10 +76,10 @@ def answer_grammar(
 
 
 def _thinking(spelling: Spelling, thought: ReasoningMarks, budget: int | None, triggers: Sequence[str]) -> list[str]:
-    """Return the rules for reasoning after its start, the marker at its end included.
+    """Return the rules for the reasoning after its start marker, the end marker included.
 
     Args:
-        triggers: the texts that begin calls, which are no reasoning.
+        triggers: the texts that begin calls; reasoning contains none of them.
     """
     if budget == 0:
         return [f"thinking: {spelling.literal(thought.end)}"]
@@ -104,10 +105,10 @@ def _thinking(spelling: Spelling, thought: ReasoningMarks, budget: int | None, t
 def _early_end(
     spelling: Spelling, thought: ReasoningMarks, budget: int | None, triggers: Sequence[str], may_call: bool
 ) -> list[str]:
-    """Return the rules for reasoning that ends without its marker: with a call, or with the answer.
+    """Return the rules for reasoning that ends without its end marker: with a call, or with the answer.
 
-    At the end of a budget only the marker is possible, so that a model whose reasoning is cut off goes on with its
-    answer. Without room for reasoning that ends before, there are no rules.
+    When the budget is used up, only the end marker is possible, so that the model goes on with its answer. Return [] if
+    the budget leaves no room for reasoning that ends earlier.
     """
     if budget is not None and budget < 2:
         return []
@@ -127,7 +128,10 @@ def _early_end(
 
 
 def _terminal(name: str, options: str, expression: str) -> tuple[str, str]:
-    """Return the name and the rule of a terminal. In the library only rules have options, and they have small names."""
+    """Return the name and the rule of a terminal.
+
+    A terminal with options has a name in lower case, which makes it a rule: the library takes options for rules alone.
+    """
     return (name, f"{name}[{options}]: {expression}") if options else (name.upper(), f"{name.upper()}: {expression}")
 
 
@@ -140,10 +144,10 @@ def _body(
     content: str | None,
     text: str,
 ) -> list[str]:
-    """Return the rules for what comes after reasoning: "body", and "first_calls" after the trigger of the first call.
+    """Return the rules for the answer after its reasoning: "body", and "first_calls" after the first call's trigger.
 
     Args:
-        text: the terminal TEXT.
+        text: the expression of the terminal TEXT.
     """
     rules = [] if content is None else [f"content: {content}"]
     if form is None:
@@ -174,7 +178,7 @@ def _body(
 
 
 def _other_text(name: str, form: ToolForm, text: str, end: str = "", options: str = "") -> list[str]:
-    """Return a rule for text that is not the beginning of a whole answer of calls.
+    """Return the rules for text that does not begin like an answer which is nothing but calls.
 
     Args:
         name: the name of the rule.

@@ -20,7 +20,7 @@ def read_answer(
     is_open: bool,
     tools: Mapping[str, ArgumentTypes] = _NO_TOOLS,
 ) -> Steps[None]:
-    """Read a whole answer.
+    """Read a whole answer: reasoning, content and tool calls, which become parts of `answer`.
 
     Args:
         is_open: whether the answer begins within reasoning.
@@ -68,7 +68,7 @@ def _begins(reader: Reader, form: ToolForm) -> Steps[bool]:
 
 
 def _read_thought(answer: Answer, thought: ReasoningMarks, form: ToolForm | None) -> Steps[None]:
-    """Read reasoning up to its end. A call ends it, too, and is read."""
+    """Read reasoning and its end marker. If a call ends the reasoning, read the call, too."""
     triggers = form.triggers if form is not None else ()
     end: str | None = thought.start
     while end == thought.start:
@@ -80,14 +80,12 @@ def _read_thought(answer: Answer, thought: ReasoningMarks, form: ToolForm | None
 
 
 def _read_calls(answer: Answer, form: ToolForm, is_bare: bool = False) -> Steps[None]:
-    """Read calls. Text that is no call after all becomes content, without the trigger.
+    """Read calls. Text after a trigger that turns out to be no call becomes content, without the trigger.
 
-    Calls are not looked for again in such text, because each of its triggers could make us read it to its end once
-    more.
+    Triggers within such text are ignored. Otherwise each of them could make the parser read the text to its end again.
 
     Args:
-        is_bare: whether there is no trigger. Then text that ends before the name of a call is content, because it may
-            have been no call.
+        is_bare: whether the calls have no trigger. Then an answer that ends before the name of a call is content.
     """
     reader = answer.reader
     if reader.place <= answer.failed_place:
@@ -109,7 +107,7 @@ def _read_calls(answer: Answer, form: ToolForm, is_bare: bool = False) -> Steps[
 
 
 class AnswerParser:
-    """The parser of one answer. It takes the text of each token, and returns the parts that are certain then.
+    """The parser of one answer. It takes the text of each token, and returns the parts that this token makes certain.
 
     Args:
         read: the computation that reads the answer, for example `read_answer`.
@@ -120,9 +118,9 @@ class AnswerParser:
         self._answer = Answer(new_call_id)
         self._steps: Steps[None] | None = read(self._answer)
         self._starts: deque[int] = deque()
-        """Places within the reasoning where tokens begin whose text may belong to the marker at its end, in order."""
+        """Ascending places in the reasoning, in characters, at which tokens begin that may belong to the end marker."""
         self.reasoning_tokens = 0
-        """Tokens that begin within reasoning. Those of its markers do not count."""
+        """Number of tokens that begin within reasoning, without tokens of its markers."""
         self.has_open_call = False
         """Whether the answer has ended within the arguments of a call."""
         self._resume()
@@ -134,11 +132,11 @@ class AnswerParser:
 
     @property
     def held(self) -> str:
-        """The end of the text that has come, as far as it is in no part yet."""
+        """The last text that the model has written and that is in no part yet."""
         return self._answer.held
 
     def push(self, text: str) -> list[Part]:
-        """Take the text of the next token, which may be empty. Return new parts."""
+        """Take the text of the next token, which may be empty. Return the parts that are certain now."""
         answer, reader = self._answer, self._answer.reader
         if text and (resting := reader.resting) is not None and resting[0].search(text) is None:
             resting[1](text)
@@ -156,11 +154,12 @@ class AnswerParser:
         return self._taken()
 
     def finish(self, text: str = "", is_cut_off: bool = False, follows: str = "") -> list[Part]:
-        """Take text that was held back until after the last token. Return the parts that were held back.
+        """End the answer. Return the parts that were held back.
 
         Args:
-            is_cut_off: whether something else than the model's own end has ended the answer.
-            follows: text of the model that was cut off, such as a stop string; "" if it is not known.
+            text: text that comes after the text of the last token.
+            is_cut_off: whether the answer was ended by anything but the model, such as a limit or a stop string.
+            follows: the model's text after the answer, such as a stop string; "" if it is not known.
         """
         self._answer.reader.feed(text)
         self._answer.reader.end(is_cut_off, follows)
@@ -170,14 +169,14 @@ class AnswerParser:
         return self._taken()
 
     def _start_of(self, text: str) -> int:
-        """Return the place within the reasoning where a token begins."""
+        """Return the place in the reasoning, in characters, at which a token begins."""
         start = self._answer.reasoning_length + self._answer.reader.unread
         # The text of a broken character comes with the next token, but belongs to the token before, which has no text.
         is_broken = text.startswith("\ufffd") and bool(self._starts) and self._starts[-1] == start
         return start + is_broken
 
     def _count(self) -> None:
-        """Count the tokens whose first character is certain to be reasoning."""
+        """Add the tokens whose first character is certain to be reasoning to `reasoning_tokens`."""
         read = self._answer.reasoning_length
         while self._starts and self._starts[0] < read:
             self._starts.popleft()

@@ -1,6 +1,6 @@
-"""Text that comes piece by piece, for parsers that are written as if all of it were there.
+"""Text that comes piece by piece, for parsers that are written as if the whole text were there.
 
-A parser is a generator. It reads with `yield from`, and stands still where it needs more text:
+A parser is a generator. It reads with `yield from`, and is suspended while it needs more text:
 
     marker = yield from reader.pass_until(("<tool_call>",), content)
 
@@ -17,10 +17,10 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[None, None, T]
-"""A computation that yields whenever it needs more text, and returns a T."""
+"""A generator that yields whenever it needs more text, and returns a value of type T."""
 
 Sink: TypeAlias = Callable[[str], None]
-"""Takes text that has been read."""
+"""A function that takes text which has been read."""
 
 _SPACE = re.compile(r"\s*")
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
@@ -30,7 +30,7 @@ _STOP_OF_SCALAR = re.compile(r"[\s,\]}]")
 
 
 class EndOfAnswerError(Exception):
-    """The answer ended where its parser needs more text."""
+    """The answer ended although its parser needs more text."""
 
 
 class FormError(Exception):
@@ -40,24 +40,24 @@ class FormError(Exception):
 class Reader:
     """The text of one answer.
 
-    `feed` and `end` are called by whoever has the text. All other methods are for the parser.
+    `AnswerParser` calls `feed` and `end`. All other methods are for the forms, which read the text.
     """
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        """Where the text begins that has not been read."""
+        """Index in `_text` of the first character that has not been read."""
         self._dropped = 0
-        """Number of characters before `_text`."""
+        """Number of characters of the answer in front of `_text`."""
         self._kept: list[str] | None = None
-        """Pieces of the text before `_text` that `restore` returns to; None if none is kept."""
+        """Pieces of the text in front of `_text`, from the place of `keep` on; None if no place is kept."""
         self.has_ended = False
         self.is_cut_off = False
-        """Whether the answer has ended at a place that the model did not choose."""
+        """Whether the answer was ended by anything but the model."""
         self._follows = ""
-        """Text that would have come next, as far as it is known."""
+        """Text of the model after the end of the answer, if it is known; else ""."""
         self.resting: tuple[re.Pattern[str], Sink] | None = None
-        """Set while the parser passes text and nothing is unread: text without a match may go to the sink."""
+        """Set while a parser passes text and has read all of it: new text without a match may go to the sink."""
 
     def feed(self, text: str) -> None:
         """Add the next piece of the answer."""
@@ -68,8 +68,8 @@ class Reader:
         """Say that no more text comes.
 
         Args:
-            is_cut_off: whether the answer was to go on. Then the beginning of a marker at its end is no text.
-            follows: text that was cut off, as far as it is known. It may show that no marker has begun.
+            is_cut_off: whether the model did not end the answer itself. Then half a marker at its end is dropped.
+            follows: known text after the cut, which may show that the answer's end is no half marker; "" if unknown.
         """
         self.has_ended = True
         self.is_cut_off = is_cut_off
@@ -77,12 +77,12 @@ class Reader:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all text that has come is read."""
+        """Whether the parser has read all text that was fed."""
         return self._at == len(self._text)
 
     @property
     def unread(self) -> int:
-        """Number of characters that have come and are not read."""
+        """Number of characters that were fed and are not read."""
         return len(self._text) - self._at
 
     @property
@@ -92,7 +92,7 @@ class Reader:
 
     @property
     def held(self) -> str:
-        """Text that has come and that no sink has."""
+        """Text that was fed and not passed to a sink yet."""
         return self._text[self._at :] if self._kept is None else "".join([*self._kept, self._text])
 
     def keep(self) -> None:
@@ -102,31 +102,29 @@ class Reader:
         self._kept = []
 
     def restore(self) -> None:
-        """Return to the place of `keep`."""
+        """Return to the place that `keep` has remembered, so that its text is read again."""
         assert self._kept is not None
         self._dropped -= sum(map(len, self._kept))
         self._text, self._at, self._kept = "".join([*self._kept, self._text]), 0, None
 
     def forget(self) -> None:
-        """Forget the place of `keep`."""
+        """Forget the place that `keep` has remembered, so that its text leaves memory."""
         self._kept = None
 
     def _drop_read(self) -> None:
-        """Take the text that has been read out of `_text`."""
+        """Remove the text that has been read from `_text`."""
         if self._kept is not None and self._at:
             self._kept.append(self._text[: self._at])
         self._dropped += self._at
         self._text, self._at = self._text[self._at :], 0
 
     def pass_until(self, markers: Sequence[str], sink: Sink, half: Sink | None = None) -> Steps[str | None]:
-        """Pass text to a sink up to the first of the markers, which is read, too.
+        """Pass text to a sink up to the first marker, and read the marker. Return it; None if the answer ends first.
 
-        If several markers begin at the same place, the longest one counts. Returns the marker; None if the answer ends
-        first.
+        If several markers begin at the same place, the longest one counts.
 
         Args:
-            half: takes the beginning of a marker at the end of an answer that was not cut off. Without it, and if the
-                answer was cut off, this text is dropped.
+            half: takes half a marker at the end of an answer. It is dropped if this is None, or the answer was cut off.
         """
         firsts = re.compile("|".join(re.escape(first) for first in sorted({marker[0] for marker in markers})) or "(?!)")
         while True:
@@ -151,9 +149,9 @@ class Reader:
             self.resting = None
 
     def pass_to_end(self, ends: Sequence[str], sink: Sink) -> Steps[str]:
-        """Pass text to a sink up to the first of its ends, which is read, too. Return the end.
+        """Pass text to a sink up to the first of the `ends`, and read this end. Return the end.
 
-        Raises EndOfAnswerError if the answer ends first. The beginning of an end is not passed then.
+        Raises EndOfAnswerError if the answer ends first. Half an end is not passed then.
         """
         end = yield from self.pass_until(ends, sink)
         if end is None:
@@ -161,7 +159,7 @@ class Reader:
         return end
 
     def choose(self, options: Sequence[str]) -> Steps[str | None]:
-        """Read the longest of the options with which the unread text begins. Return it; None if there is none.
+        """Read the longest option with which the unread text begins. Return this option; None if no option fits.
 
         Raises EndOfAnswerError if the answer is cut off within an option.
         """
@@ -179,7 +177,7 @@ class Reader:
             yield
 
     def expect(self, *options: str) -> Steps[str]:
-        """Read one of the options. Raises FormError if the text begins with none, EndOfAnswerError if it ends first."""
+        """Read one of the options. Raises FormError if no option fits, EndOfAnswerError if the answer ends first."""
         chosen = yield from self.choose(options)
         if chosen is None:
             if self.has_ended and any(option.startswith(self._text[self._at :]) for option in options):
@@ -188,13 +186,13 @@ class Reader:
         return chosen
 
     def skip_space(self) -> Steps[None]:
-        """Read white space. At the end of the answer this returns."""
+        """Read white space up to other text or the end of the answer."""
         yield from self._skip(_SPACE)
 
     def match(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read the longest text that matches a pattern and return it.
 
-        The pattern must match the beginnings of all texts that it matches, the empty text included.
+        If the pattern matches a text, it must also match each beginning of the text, the empty one included.
         """
         while True:
             found = pattern.match(self._text, self._at)
@@ -206,7 +204,7 @@ class Reader:
             yield
 
     def _skip(self, space: re.Pattern[str]) -> Steps[None]:
-        """Read all text that matches a pattern of characters, as it comes."""
+        """Read text up to the first character that is not `space`, while the text comes."""
         while True:
             found = space.match(self._text, self._at)
             assert found is not None
@@ -216,7 +214,7 @@ class Reader:
             yield
 
     def peek(self) -> Steps[str]:
-        """Return the next character without reading it. Raises EndOfAnswerError if there is none."""
+        """Return the next character without reading it. Raises EndOfAnswerError at the end of the answer."""
         while self.is_empty:
             if self.has_ended:
                 raise EndOfAnswerError
@@ -224,7 +222,7 @@ class Reader:
         return self._text[self._at]
 
     def take(self, sink: Sink | None = None) -> Steps[str]:
-        """Read one character, pass it to a sink and return it. Raises EndOfAnswerError if there is none."""
+        """Read one character, pass it to a sink and return it. Raises EndOfAnswerError at the end of the answer."""
         character = yield from self.peek()
         self._at += 1
         if sink is not None:
@@ -232,12 +230,12 @@ class Reader:
         return character
 
     def pass_json(self, sink: Sink) -> Steps[None]:
-        """Pass one JSON value to a sink, as it comes, with its white space.
+        """Pass one JSON value to a sink while it comes, with its white space.
 
-        Only strings and brackets are understood, so text that is no JSON passes, too.
+        Only strings and brackets are checked, so other text that is no valid JSON passes, too.
 
         Raises:
-            EndOfAnswerError: the answer ends within the value. What came of it has been passed.
+            EndOfAnswerError: the answer ends within the value. Its beginning has been passed.
         """
         first = yield from self.peek()
         if first not in '{["':
@@ -254,7 +252,7 @@ class Reader:
             yield from self._pass(_STOP_OUTSIDE_STRINGS, sink)
 
     def json_string(self) -> Steps[str]:
-        """Read a JSON string and return its value. Raises FormError, or EndOfAnswerError if it is cut off."""
+        """Read a JSON string and return its value. Raises FormError, or EndOfAnswerError if the string is cut off."""
         pieces: list[str] = []
         yield from self.expect('"')
         yield from self._pass_string(pieces.append)
@@ -264,7 +262,7 @@ class Reader:
             raise FormError(f"a JSON string is not valid: {error}") from error
 
     def json_members(self) -> Steps[str | None]:
-        """Read a JSON object up to the value of its next member, and return the member's name; None after the last one.
+        """Read a JSON object up to the value of its next member. Return the member's name; None after the last member.
 
         Call this at the beginning of the object, and again after each value.
         """
@@ -290,7 +288,7 @@ class Reader:
             yield from self.take(sink)  # the character after a backslash; of \\uXXXX the rest is as good as text
 
     def _pass(self, stop: re.Pattern[str], sink: Sink) -> Steps[None]:
-        """Pass text up to a character that matches a pattern, as it comes."""
+        """Pass text while it comes, up to a character that matches `stop`."""
         while True:
             found = stop.search(self._text, self._at)
             end = len(self._text) if found is None else found.start()
@@ -311,7 +309,7 @@ class Reader:
             self.resting = stop, sink
 
     def _find(self, markers: Sequence[str]) -> tuple[int, str] | None:
-        """Return the place of the first marker, and the marker, if it is certain that no longer one begins there."""
+        """Return the place of the first marker and the marker; None while a longer marker may begin at this place."""
         # The longest one comes first. One search for all takes time in proportion to the text, however many there are.
         found = re.compile("|".join(map(re.escape, sorted(markers, key=len, reverse=True))) or "(?!)").search(
             self._text, self._at
@@ -325,12 +323,12 @@ class Reader:
         return start, found[0]
 
     def _possible_start(self, markers: Sequence[str]) -> int:
-        """Return how many characters at the end of the unread text may be a marker or the beginning of one."""
+        """Return the number of characters at the end of the unread text that may be a marker or half a marker."""
         rest = self._text[self._at :]
         longest = min(len(rest), max(map(len, markers), default=0))
         return next((n for n in range(longest, 0, -1) if any(self._may_be(m, rest[-n:]) for m in markers)), 0)
 
     def _may_be(self, marker: str, begun: str) -> bool:
-        """Return whether the text at the end of the answer may be the beginning of a marker, or all of it."""
+        """Return whether the last text of the answer may be a marker or half a marker."""
         text = begun + self._follows
         return marker.startswith(text) or (len(begun) <= len(marker) and text.startswith(marker))

@@ -77,7 +77,7 @@ _TEMPLATE_TOOLS = (
     ("<tool_call>", "hermes"),
     ("<|im_start|>", "hermes"),
 )
-"""A text within a chat template, and the form of tool calls that it shows. The first one that is found counts."""
+"""Pairs: a text in a chat template, and the form of its tool calls. The first text that is found counts."""
 
 _TEMPLATE_REASONING = (
     ("<|channel>", "gemma4"),
@@ -86,30 +86,30 @@ _TEMPLATE_REASONING = (
     ("◁think▷", "kimi_vl"),
     ("<think>", "think"),
 )
-"""A text within a chat template or a token of the model, and the form of reasoning that it shows."""
+"""Pairs: a text in a chat template, or an added token, and the form of reasoning of such a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForms:
-    """The forms in which a model writes."""
+    """The forms in which a model writes reasoning and tool calls; None for a form that it does not have."""
 
     thought: ReasoningMarks | None = None
     tools: ToolForm | None = None
     template_has_tools: bool = True
-    """Whether the chat template shows tools to the model. If not, a system message does."""
+    """Whether the chat template shows tools to the model. If not, the gateway adds a system message with the tools."""
 
 
 def choose_forms(tools: str, reasoning: str, template: str, own_tokens: Mapping[str, int]) -> AnswerForms:
     """Return the forms of a model.
 
     Args:
-        tools: name of a form of tool calls; "auto" for the one that fits, "none" for none.
-        reasoning: the same for reasoning.
+        tools: name of a form of tool calls; "auto" for the form that the template shows, "none" for no form.
+        reasoning: name of a form of reasoning, "auto" or "none".
         template: the Jinja text of the chat template.
-        own_tokens: the tokens that were added to the model's vocabulary.
+        own_tokens: ids of the tokens that were added to the model's vocabulary, by text.
 
     Raises:
-        ConfigError: there is no form of this name.
+        ConfigError: there is no form of this name, or the form of reasoning needs another form of tool calls.
     """
     if tools == "auto":
         tools = next((name for text, name in _TEMPLATE_TOOLS if text in template), "none")

@@ -26,14 +26,14 @@ class _Form(FailFast):
 
 
 class ConstString(_Form):
-    """Exactly this text."""
+    """A form that is exactly the text `value`."""
 
     type: Literal["const_string"]
     value: str
 
 
 class JsonSchema(_Form):
-    """JSON that fits a schema."""
+    """A form that is JSON and fits a schema."""
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] | bool
@@ -41,81 +41,81 @@ class JsonSchema(_Form):
 
 
 class AnyText(_Form):
-    """Any text, up to the text that must follow."""
+    """A form that is any text, up to the text that must follow."""
 
     type: Literal["any_text"]
     excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
-    """Texts that must not be in it."""
+    """Texts that must not be in the text."""
 
 
 class TagPattern(_Form):
-    """Text that matches a regular expression."""
+    """A form that is text matching a regular expression."""
 
     type: Literal["regex"]
     pattern: str
 
 
 class TagGrammar(_Form):
-    """Text that follows a grammar, GBNF or Lark."""
+    """A form that is text following a grammar, in GBNF or Lark."""
 
     type: Literal["grammar"]
     grammar: str
 
 
 class Sequenced(_Form):
-    """All elements, one after the other."""
+    """A form of several elements, one after the other."""
 
     type: Literal["sequence"]
     elements: list[Form] = Field(min_length=1)
 
 
 class OneOf(_Form):
-    """One of the elements."""
+    """A form that is any one of its elements."""
 
     type: Literal["or"]
     elements: list[Form] = Field(min_length=1)
 
 
 class OptionalForm(_Form):
-    """The content or nothing."""
+    """A form that is its content or the empty text."""
 
     type: Literal["optional"]
     content: Form
 
 
 class Repeated(_Form):
-    """The content several times: at least once for `plus`."""
+    """A form that repeats its content: any number of times for `star`, at least once for `plus`."""
 
     type: Literal["star", "plus"]
     content: Form
 
 
 class Tag(_Form):
-    """A beginning, the content and an end."""
+    """A form that has a beginning, the content and an end."""
 
     type: Literal["tag"] = "tag"
     begin: str
     content: Form
     end: str | Annotated[list[str], Field(min_length=1)]
-    """One of these texts."""
+    """The end, or several texts any of which ends the tag."""
 
 
 class TriggeredTags(_Form):
-    """Text in which a trigger begins one of the tags."""
+    """A form that is any text, in which each trigger must begin one of the tags."""
 
     type: Literal["triggered_tags"]
     triggers: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
     tags: list[Tag] = Field(min_length=1)
-    """The beginning of each tag begins with a trigger."""
+    """Tags that may occur. The beginning of each tag starts with a trigger."""
     at_least_one: bool = False
-    """Whether the text begins with a tag."""
+    """Whether the text must start with a tag."""
     stop_after_first: bool = False
     excludes: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Texts that must not be between the tags."""
 
 
 class SeparatedTags(_Form):
-    """Tags with a separator between them, and nothing else."""
+    """A form that is tags with a separator between them, without other text."""
 
     type: Literal["tags_with_separator"]
     tags: list[Tag] = Field(min_length=1)
@@ -139,20 +139,20 @@ Form = Annotated[
     | SeparatedTags,
     Field(discriminator="type"),
 ]
-"""A form of text."""
+"""The form of an answer or of a part of an answer."""
 
 for _model in (Sequenced, OneOf, OptionalForm, Repeated, Tag, TriggeredTags, SeparatedTags):
     _model.model_rebuild()
 
 
 def grammar_of_tag(form: Form, spelling: Spelling, options: dict[str, Any]) -> str:
-    """Return the grammar of an answer in a form.
+    """Return the grammar, in llguidance's form of Lark, of an answer that has this form.
 
     Args:
         options: options for the grammars of schemas.
 
     Raises:
-        ConstraintError: it cannot be enforced.
+        ConstraintError: the form cannot be enforced.
     """
     writer = _Writer(spelling, options)
     start = writer.write(form, ())
@@ -160,15 +160,15 @@ def grammar_of_tag(form: Form, spelling: Spelling, options: dict[str, Any]) -> s
 
 
 _MOST_WRITTEN = 8 * MAX_TEXT_BYTES
-"""Largest number of characters of all expressions that are written, of which some are parts of others. Tags in tags may
-be written several times, so a small request could need a huge grammar."""
+"""Largest number of characters of all expressions of a grammar together. Tags in tags may be written several times, so
+a small request could need a huge grammar."""
 
 
 class _Writer:
     """Writes the rules of a grammar.
 
-    A method that writes a form returns an expression for the form and for the text after it. Its argument `ends` lists
-    what that text may be. The list is empty at the end of an answer, where nothing follows.
+    A method that writes a form returns an expression for the form and for the text after the form. Its argument `ends`
+    lists the texts that may follow. The list is empty at the end of an answer.
     """
 
     def __init__(self, spelling: Spelling, options: dict[str, Any]) -> None:
@@ -236,7 +236,7 @@ class _Writer:
         return self._joined(first, f"{call}*", tail)
 
     def _call(self, trigger: str, form: TriggeredTags) -> str:
-        """Return an expression for text, a trigger, and the rest of one of its tags; "" if it has no tag."""
+        """Return an expression for text, a trigger, and the rest of a tag; "" if no tag starts with the trigger."""
         own = [tag for tag in form.tags if tag.begin.startswith(trigger)]
         rests = [self.write(tag.model_copy(update={"begin": tag.begin[len(trigger) :]}), ()) for tag in own]
         return f"{self._text(form.excludes, [trigger])} {self._rule(' | '.join(rests))}" if own else ""
@@ -247,7 +247,7 @@ class _Writer:
         return f"{tag}{again}" if form.at_least_one else f"({tag}{again})?"
 
     def _text(self, excludes: Sequence[str], ends: Sequence[str]) -> str:
-        """Return an expression for any text and the end after it."""
+        """Return an expression for any text and the end after the text."""
         terminal = without(*excludes)
         if not ends:
             return self._terminal(terminal)
@@ -281,7 +281,7 @@ class _Writer:
         return name
 
     def _counted(self, expression: str) -> str:
-        """Return an expression. Raises ConstraintError if all together are too long."""
+        """Return an expression unchanged. Raises ConstraintError if all expressions together are too long."""
         self._room -= len(expression)
         if self._room < 0:
             raise ConstraintError(f"the tags need a grammar of more than {MAX_TEXT_BYTES >> 10} KiB; send fewer")
@@ -302,7 +302,7 @@ EMPTY = '""'
 
 
 def _is_open(form: Form) -> bool:
-    """Return whether a form ends only at the text after it."""
+    """Return whether a form has no end of its own, so that only the text after it shows where it ends."""
     match form:
         case AnyText() | TriggeredTags():
             return True

@@ -24,13 +24,13 @@ _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class AnswerWriting:
-    """The form in which a model writes answers."""
+    """How a model writes its answers: forms of reasoning and tool calls, and the spelling of texts in tokens."""
 
     forms: AnswerForms
     spelling: Spelling
     """How texts are written in the grammars of forms."""
     tag_spelling: Spelling
-    """How texts are written in structural tags, in which each added token is one."""
+    """How texts are written in structural tags, in which every added token is written as its id."""
     end_token_ids: frozenset[int]
 
 
@@ -80,7 +80,7 @@ def make_constraint(fields: ConstraintFields, writing: AnswerWriting) -> Constra
 
 
 def _choice_of(fields: ConstraintFields) -> tuple[Choice, list[tuple[int, Function]]]:
-    """Return the choice among tools, and the functions that may be called with their indexes in `tools`."""
+    """Return the choice among tools, and each function that may be called with its index in the request's `tools`."""
     functions = [*enumerate(fields.functions)]
     choice = (fields.tool_choice or "auto") if fields.is_chat else "none"
     if isinstance(choice, NamedTool):
@@ -91,11 +91,10 @@ def _choice_of(fields: ConstraintFields) -> tuple[Choice, list[tuple[int, Functi
 def _parameters(
     index: int, function: Function, options: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the schema that is enforced for a function's arguments, and what of it is not. A function without
-    parameters takes none.
+    """Return the schema to enforce for a function's arguments, and the places of its keywords that are not enforced.
 
-    A keyword that cannot be read is not enforced, unless the function is strict. A schema that is too large as a whole
-    is replaced by any object.
+    A function without parameters takes no arguments. A keyword that cannot be read is not enforced, unless the function
+    is strict. If the schema as a whole is too large, any object is allowed instead.
 
     Raises:
         InvalidRequestError: the schema is not that of an object, or the function is strict and its schema cannot be

@@ -1,4 +1,4 @@
-"""The gateway's end of the process that tries constraints: it starts it, and remembers the outcomes."""
+"""The gateway's side of constraint trials: starts the process that tries constraints, and remembers the outcomes."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ from paceline.services.gateway.planning.constraints.trial import read_outcome
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 Outcome: TypeAlias = Constraint | InvalidRequestError | None
-"""The constraint, or the error that its request gets; None if there is nothing to constrain."""
+"""Outcome of a trial: the constraint, or the error for its request; None if the answer may have any form."""
 
 _BASE_BYTES = 1 << 10
-"""Memory of an outcome beside its texts."""
+"""Memory of a remembered outcome besides its texts, in bytes."""
 
 START_SECONDS = 60.0
-"""Longest time for the process to start, which reads the tokenizers."""
+"""Longest time for the process to start, in seconds. At its start it reads the tokenizers."""
 WAIT_SECONDS = 10.0
-"""Longest wait of a request until its constraint's trial begins."""
+"""Longest wait of a request until its constraint's trial begins, in seconds. After it, the request gets 429."""
 MAX_WAITING = 64
-"""Largest number of trials of one owner that wait; further ones get 429."""
+"""Largest number of trials of one owner that wait. The requests of further trials get 429."""
 ANSWER_SECONDS = 5.0
-"""Time beyond that of a trial in which the process answers. After this, it hangs and is started again."""
+"""Seconds after a trial's own limit in which the process must answer. Otherwise it counts as hanging and restarts."""
 _SLOWER = 5
-"""On a busy host a trial may take this many times its CPU time."""
+"""Largest ratio of a trial's time to its CPU time. The two differ on a busy host."""
 _MOST_PLACES = 4
 _KNOWN_BYTES = 64 << 20
 _OUTCOME_BYTES = 16 << 20
-"""Largest number of bytes of an outcome. A grammar has at most some millions of characters."""
+"""Largest size of an outcome in bytes. A grammar has at most some millions of characters."""
 _TRIES = 2
-"""A trial is done again if the process has ended meanwhile."""
+"""Largest number of attempts at one trial. A trial is repeated if the process has ended meanwhile."""
 
 log = logging.getLogger(__name__)
 
 
 class KnownOutcomes:
-    """The last outcomes of each owner, up to a sum of bytes. If they are too many, the largest owner's oldest goes.
+    """The last outcomes of each owner, up to a sum of bytes. If they exceed it, forget the oldest outcome of the owner
+    with the most bytes.
 
-    An owner gets only its own outcomes. Otherwise the time of an answer would tell what others have sent.
+    An owner gets only its own outcomes. Otherwise the time until an answer would tell which constraints others sent.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -67,7 +68,7 @@ class KnownOutcomes:
         self._bytes: dict[str, int] = {}
 
     def find(self, owner: str, digest: bytes) -> tuple[Outcome] | None:
-        """Return the outcome as a tuple of one; None if it is not known."""
+        """Return an owner's outcome as a tuple of one; None if it is not known. An outcome itself may be None."""
         own = self._owners.get(owner)
         if own is None or digest not in own:
             return None
@@ -75,7 +76,7 @@ class KnownOutcomes:
         return (own[digest],)
 
     def add(self, owner: str, digest: bytes, outcome: Outcome) -> None:
-        """Remember an outcome."""
+        """Remember an owner's outcome, and forget others if all together are too large."""
         own = self._owners.setdefault(owner, OrderedDict())
         if digest in own:
             return
@@ -100,7 +101,7 @@ def _size(outcome: Outcome) -> int:
 
 
 def about_model(config: GatewayConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what the process has to know of a model, as JSON."""
+    """Return the description of a model for the process that tries constraints, as a JSON object."""
     return {
         "tokenizer": str(Path(config.model) / "tokenizer.json"),
         "end_token_ids": sorted(tokenizer.eos_token_ids),
@@ -113,7 +114,7 @@ def about_model(config: GatewayConfig, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 class ConstraintCompiler:
-    """Makes the constraints of all models of a gateway in a process of its own.
+    """Makes the constraints of all models of a gateway in a separate process.
 
     Args:
         models: the options and the tokenizer of each model.
@@ -130,13 +131,13 @@ class ConstraintCompiler:
         self._starting = asyncio.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._gateway: socket.socket | None = None
-        """This end of the socket to the process."""
+        """The gateway's end of the socket to the process; None if the process does not run."""
         self.trials = 0
-        """Number of trials so far."""
+        """Number of attempts at trials so far."""
 
     @property
     def pid(self) -> int | None:
-        """Id of the process; None if it does not run."""
+        """Operating system's id of the process that tries constraints; None if it does not run."""
         process = self._process
         return process.pid if process is not None and process.poll() is None else None
 
@@ -169,15 +170,16 @@ class ConstraintCompiler:
             self._forget()
 
     async def make(self, model: int, wanted: WantedConstraint, owner: str) -> Constraint | None:
-        """Return a constraint that has been compiled within the limits; None if there is nothing to constrain.
+        """Return a constraint that has been compiled within the limits; None if the answer may have any form.
 
         Args:
-            model: index of the model.
-            owner: who sent the request.
+            model: index of the model among the `models` of this compiler.
+            wanted: the fields of the request that constrain its answers.
+            owner: the owner of the request's key.
 
         Raises:
             InvalidRequestError: the constraint cannot be enforced. The error names the field.
-            BusyError: too many constraints are compiled now.
+            BusyError: too many constraints are being compiled.
             UnavailableError: the process cannot be started.
         """
         digest = bytes([model]) + wanted.digest
@@ -216,7 +218,7 @@ class ConstraintCompiler:
 
     @contextlib.asynccontextmanager
     async def _place(self, owner: str) -> AsyncIterator[None]:
-        """Wait for a place. Raises BusyError if too many of the owner's trials wait, or if none is free in time."""
+        """Hold a place for a trial. Raises BusyError if the owner has too many waiting trials or no place gets free."""
         if self._turns.waiting(owner) >= MAX_WAITING:
             raise BusyError("too many new constraints of this key wait to be compiled; try again later")
         try:
@@ -236,7 +238,7 @@ class ConstraintCompiler:
         )
 
     async def _try(self, model: int, fields: bytes, owner: str) -> bytes:
-        """Return what the process says of a constraint; b"" if it has ended or hangs."""
+        """Return the outcome of one attempt at a trial, as bytes; b"" if the process has ended or hangs."""
         self.trials += 1
         try:
             async with asyncio.timeout(self._limits.seconds + ANSWER_SECONDS):
@@ -245,7 +247,7 @@ class ConstraintCompiler:
             return b""
 
     async def _exchange(self, model: int, fields: bytes, owner: str) -> bytes:
-        """Have a constraint tried, and return the outcome. Raises OSError if the process has ended."""
+        """Send the fields to the process and return the outcome as bytes. Raises OSError if the process has ended."""
         assert self._gateway is not None
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
@@ -265,7 +267,7 @@ class ConstraintCompiler:
         return bytes(outcome)
 
     def _forget(self) -> None:
-        """End the process."""
+        """Kill the process and close the socket to it."""
         if self._gateway is not None:
             self._gateway.close()
         if self._process is not None:
@@ -275,7 +277,12 @@ class ConstraintCompiler:
 
 
 def launch(end: socket.socket, told: bytes) -> subprocess.Popen[bytes]:
-    """Start the process. Its end of the socket is closed here."""
+    """Start the process that tries constraints, and close this process's copy of its socket.
+
+    Args:
+        end: the process's end of the socket.
+        told: JSON text for its standard input: the models and the limits.
+    """
     # -P: nothing is imported from the working directory.
     command = [sys.executable, "-P", "-m", f"{__package__}.server", str(end.fileno())]
     with end:

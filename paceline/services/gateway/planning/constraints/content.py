@@ -23,14 +23,14 @@ _PLAIN = Spelling({})
 
 
 class WantedContent(NamedTuple):
-    """A constraint that a field of a request asks for."""
+    """A constraint of the content that one field of a request asks for."""
 
     place: str
-    """The field."""
+    """Path of the field in the request."""
     kind: ConstraintKind
     text: str
     is_strict: bool = False
-    """Whether all of a schema must be enforced."""
+    """Whether every keyword of the schema must be enforced; otherwise the request is refused."""
 
 
 def constraint_of(
@@ -42,10 +42,10 @@ def constraint_of(
 
     Args:
         end_token_ids: ids of the tokens with which the model ends an answer.
-        spelling: how texts with tokens that were added to the vocabulary are written in structural tags.
+        spelling: how texts are written in structural tags, in which added tokens are ids.
 
     Raises:
-        InvalidRequestError: there are several constraints, or it cannot be enforced. The error names the field.
+        InvalidRequestError: there are several constraints, or one that cannot be enforced. The error names the field.
     """
     wishes = list(_wishes(fields, spelling))
     if not wishes:
@@ -66,9 +66,10 @@ def constraint_of(
 
 
 def what_is_left(kind: ConstraintKind, text: str, place: str, is_strict: bool | None) -> tuple[str, ...]:
-    """Return the fields of the API with keywords of JSON schemas that a constraint does not enforce.
+    """Return the places of the keywords of a JSON schema that its constraint does not enforce, as paths in the request.
 
-    Raises InvalidRequestError if everything must be enforced. Formats are annotations, as the specification has it.
+    Raises InvalidRequestError if there are any and `is_strict` is set. The keyword `format` may always be left out,
+    because it is an annotation in JSON Schema.
     """
     left = unenforced(kind, text)
     if is_strict and (broken := [each.path for each in left if each.keyword != "format"]):
@@ -134,7 +135,7 @@ def _said(
 
 
 def _read_tag(text: str, place: str) -> AnswerFormat:
-    """Return a structural tag from its JSON text. Raises InvalidRequestError if it is none."""
+    """Return a structural tag from its JSON text. Raises InvalidRequestError if the text is not a valid tag."""
     try:
         return AnswerFormat.model_validate_json(text)
     except ValidationError as error:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 BUDGET = "thinking_token_budget"
 
 MAX_BYTES = 4 << 20
-"""Largest size of the fields as JSON. A grammar that is made of them has a lower limit of its own."""
+"""Largest size of the fields as JSON, in bytes. A grammar that is made from the fields has a lower limit of its own."""
 _MESSAGE_CHARACTERS = 500
-"""Longest reason that an error tells."""
+"""Largest number of characters of the library's reason in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +36,21 @@ class WantedConstraint:
     """`ConstraintFields` as JSON."""
     digest: bytes
     place: str
-    """The field of the API to blame if nothing else is known."""
+    """The field of the request that an error names if the fault is not known to be in another field."""
 
 
 class ConstraintFields(ContentFields):
-    """The fields of a request that say in which form its answers must be, and what its prompt says about it."""
+    """The fields of a request, and facts about its prompt, that say in which form its answers must be."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     allowed_token_ids: list[int] | None = None
-    """Not None if the request has them. They exclude a constraint, whatever they are."""
+    """The request's `allowed_token_ids`; None if it has none. A request cannot have both these and a constraint."""
     functions: list[Function] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     budget: int | None = None
-    """The largest number of tokens of reasoning that the answer may have; None if there is no limit."""
+    """Largest number of tokens of reasoning that the answer may have; None if there is no limit."""
     is_chat: bool = False
     """Whether the answer may have tool calls, and reasoning without a budget."""
     is_open: bool = False
@@ -60,12 +60,12 @@ class ConstraintFields(ContentFields):
 
     @property
     def asks_for_content(self) -> bool:
-        """Whether a field asks for a form of the content."""
+        """Whether a field of the request says which form the content must have."""
         return self._content_place is not None
 
     @property
     def place(self) -> str:
-        """The field that says most about the answer's form."""
+        """The field to name in errors: a field for the content, else `tools`, else the budget of reasoning."""
         return self._content_place or ("tools" if self.functions else BUDGET)
 
     @property
@@ -79,7 +79,7 @@ class ConstraintFields(ContentFields):
         return next((name for name in _OF_CONTENT if getattr(self, name) is not None), None)
 
     def wanted(self) -> WantedConstraint:
-        """Return the fields as bytes. Raises InvalidRequestError if they are too large or nested too deeply."""
+        """Return the fields as JSON, with a digest. Raises InvalidRequestError if they are too large or too deep."""
         try:
             text = self.model_dump_json(by_alias=True).encode()
         except ValueError as error:
@@ -177,13 +177,13 @@ def _budget_of(request: GenerationRequest, forms: AnswerForms) -> int | None:
 
 
 def _begun(text: str, thought: ReasoningMarks) -> str | None:
-    """Return the reasoning that a text ends with; None if there is none, or if it has ended."""
+    """Return the open reasoning at the end of a text; None if there is no reasoning, or if it has ended."""
     _, found, begun = text.rpartition(thought.opening)
     return begun.strip() if found and thought.end not in begun else None
 
 
 def _spent(request: ChatRequest, tokenizer: Tokenizer, thought: ReasoningMarks | None) -> int:
-    """Return the number of tokens of reasoning that the prompt ends with: those of a message that is continued."""
+    """Return the number of tokens of open reasoning at the end of the prompt, in a message that is continued."""
     if thought is None or not request.continue_final_message:
         return 0
     return len(tokenizer.encode(_begun(request.messages[-1].text or "", thought) or "", False))

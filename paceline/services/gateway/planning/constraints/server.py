@@ -1,8 +1,9 @@
 """A process that tries constraints for a gateway: `python -m paceline.services.gateway.planning.constraints.server FD`.
 
-Constraints come from clients, and to compile one may take any amount of time and memory. So a child of this process
-does it, which is forked from it and has the model's tokenizer already. Limits of the system end the child, and nothing
-else is lost. A child serves one owner, and goes on with the owner's next trial if the last one took little.
+Constraints come from clients, and compiling one may take any amount of time and memory. So this process forks children,
+which have the model's tokenizer already, and the children compile. If a child exceeds a limit of the system, only this
+child is lost. A child serves one owner, and goes on with the owner's next trial if the last one took little time and
+memory.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ READY, TOO_LARGE, TOO_LATE = b"ready", b"too large", b"too late"
 because the host is busy, or the system has ended it, because the host's memory is full."""
 
 OWNER_BYTES = 16
-"""Size of an owner's digest in the message that begins a trial, after the byte of the model's index."""
+"""Bytes of the owner's digest in the message that begins a trial. The digest follows the model's index, one byte."""
 
 _PR_SET_PDEATHSIG = 1
 _NICENESS = 10
-"""Workers of the same host get nine times the CPU time of a trial that takes long, if both want it."""
+"""Niceness of a child whose trial takes long. A worker that wants the same core gets nine times its CPU time."""
 _SHORT_SECONDS = 0.2
-"""A trial takes long after this time. Nearly all end before."""
+"""Time after which a trial counts as long, in seconds. Nearly all trials end earlier."""
 _MOST_IDLE = 4
-"""Children that wait for their owners' next trials."""
+"""Largest number of children that wait for their owners' next trials."""
 _BEGINS, _GOES_ON, _ENDS = b"*", b"+", b"-"
-"""What a child says: that it has taken a trial; and at the trial's end, whether it takes another one."""
+"""Messages of a child: it has taken a trial; a trial has ended and the child takes another one, or takes no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,11 @@ class TrialModel:
 
     writing: AnswerWriting
     tokenizer: LLTokenizer | str
-    """A sentence if the library cannot read the model's tokenizer."""
+    """The library's form of the tokenizer, or a sentence that says why the library cannot read it."""
 
     @staticmethod
     def of(told: dict[str, Any]) -> TrialModel:
-        """Return the model that a gateway has told about; see `compiler.about_model`."""
+        """Return the model from the description that `compiler.about_model` has made."""
         ends, added = frozenset(told["end_token_ids"]), told["added_tokens"]
         forms = choose_forms(told["tool_call_parser"], told["reasoning_parser"], told["template"], added)
         writing = AnswerWriting(forms, Spelling(told["own_tokens"]), Spelling(added), ends)
@@ -70,17 +71,21 @@ class TrialModel:
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """The limits of one trial."""
+    """The limits of one trial: CPU time, memory, and time on a clock."""
 
     cpu_seconds: int
     memory: int
-    """Bytes of address space beside those of this process."""
+    """Largest growth of the child's address space during a trial, in bytes."""
     seconds: float
-    """Time in which a trial must end on a busy host, too."""
+    """Largest time of a trial, in seconds, however busy the host is."""
 
 
 def main(descriptor: int) -> None:
-    """Try constraints until the gateway closes the socket. The standard input says of which models."""
+    """Try constraints until the gateway closes the socket. Read the models and the limits from the standard input.
+
+    Args:
+        descriptor: of the socket to the gateway.
+    """
     told = json.load(sys.stdin)
     models = [TrialModel.of(each) for each in told["models"]]
     limits = TrialLimits(**told["limits"])
@@ -94,7 +99,7 @@ def main(descriptor: int) -> None:
 
 
 def _warm_up(model: TrialModel) -> None:
-    """Try constraints of the usual kinds, so that no child makes what Python and the library make at first use."""
+    """Try constraints of the usual kinds. Children then inherit what Python and the library prepare at first use."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}, "b": {"anyOf": [{"enum": [1]}]}},
@@ -109,27 +114,27 @@ def _warm_up(model: TrialModel) -> None:
 
 @dataclass(slots=True)
 class _Child:
-    """A process that tries constraints of one owner, one after the other. Instants are of time.monotonic()."""
+    """A process that tries constraints of one owner, one after the other. Instants: seconds on time.monotonic()."""
 
     pid: int
     owner: bytes
     control: socket.socket
-    """Takes the sockets of trials to the child, which answers as `_BEGINS` and the others say."""
+    """Socket to the child, for the sockets of trials and for the child's messages `_BEGINS`, `_GOES_ON` and `_ENDS`."""
     connection: socket.socket | None = None
-    """The socket of the trial that runs; None if none runs."""
+    """The socket of the trial that this child has; None if it has no trial."""
     waiting_trial: bytes | None = None
-    """The model's index of a trial that the child, which has worked before, has not taken yet; None if none is."""
+    """Model's index of a trial that the child, which has completed others, has not taken yet; None if there is none."""
     has_worked: bool = False
-    """Whether it has ended a trial."""
+    """Whether this child has completed a trial."""
     deadline: float = math.inf
     next_look: float = math.inf
-    """When to lower its priority, and then the deadline."""
+    """Instant at which to lower the child's priority; equal to `deadline` after that."""
 
 
 class _Server:
-    """Gives each socket that comes from the gateway to a child of its owner, and ends children that are late.
+    """Passes the socket of each trial to a child of the trial's owner, and ends children that exceed their deadline.
 
-    The gateway writes the fields to the other end of the socket, and reads the outcome until the end.
+    The gateway writes the fields of the trial to the other end of its socket, and reads the outcome from there.
     """
 
     def __init__(self, gateway: socket.socket, models: list[TrialModel], limits: TrialLimits) -> None:
@@ -137,7 +142,7 @@ class _Server:
         self._models = models
         self._limits = limits
         self._children: dict[int, _Child] = {}
-        """By descriptors of `control`. The child that has ended a trial last is the last one."""
+        """Children by the descriptor of `control`, in the order in which they completed their latest trials."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ)
 
@@ -160,7 +165,7 @@ class _Server:
                     child.next_look = child.deadline
 
     def _accept(self) -> bool:
-        """Begin a trial. Return False if the gateway has closed the socket."""
+        """Begin the trial that the gateway sends. Return False if the gateway has closed the socket."""
         message, descriptors, *_ = socket.recv_fds(self._gateway, 1 + OWNER_BYTES, 1)
         if not message:
             return False
@@ -168,7 +173,7 @@ class _Server:
         return True
 
     def _begin(self, model: bytes, connection: socket.socket, owner: bytes) -> None:
-        """Give a trial to a child."""
+        """Give a trial to the owner's idle child, or to a new one."""
         idle = [child for child in self._children.values() if child.connection is None]
         child = next((each for each in idle if each.owner == owner), None)
         if child is None:
@@ -193,7 +198,7 @@ class _Server:
         return child
 
     def _hear(self, child: _Child) -> None:
-        """Take leave of a trial that has ended, or of its child. Note that a trial has begun."""
+        """Handle a message from a child, or its end: its trial has begun or ended, or it takes no other trial."""
         said, was_slow = b"", child.next_look == child.deadline
         with contextlib.suppress(OSError):
             said = child.control.recv(1)
@@ -215,7 +220,7 @@ class _Server:
             self._end(child)
 
     def _end(self, child: _Child) -> None:
-        """End a child if it has not ended. If its trial has not succeeded, tell the gateway why."""
+        """Kill a child if it still runs. If it leaves a trial without an outcome, tell the gateway why."""
         del self._children[child.control.fileno()]
         self._selector.unregister(child.control)
         child.control.close()
@@ -231,7 +236,7 @@ class _Server:
             _close(child.connection)
 
     def _run_child(self, control: socket.socket) -> None:
-        """Try constraints until one takes much, or until the parent closes the other end. Then end this process."""
+        """Try constraints until a trial has taken much memory, or the parent closes its end. Then end this process."""
         status = 1
         try:
             _end_with_parent()
@@ -258,7 +263,7 @@ class _Server:
 
 
 def _try(model: TrialModel, connection: socket.socket) -> None:
-    """Try the constraint that comes over a connection, and send the outcome."""
+    """Try the constraint whose fields come over a connection, and send the outcome back."""
     fields = b"".join(iter(lambda: connection.recv(1 << 20), b""))
     try:
         outcome = try_constraint(fields, model.writing, model.tokenizer)
@@ -270,13 +275,13 @@ def _try(model: TrialModel, connection: socket.socket) -> None:
 
 
 def _close(connection: socket.socket) -> None:
-    """Close a connection, of which a child that was forked meanwhile may have a copy."""
+    """Shut a connection down and close it. Shutting down is needed because a forked child may have a copy."""
     with connection, contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def prepare_for_trials() -> None:
-    """Have this process write no file and say nothing, and let it end where a limit is exceeded."""
+    """Keep this process from writing files or to stderr, and let the signal of a CPU limit end it."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)  # what the library says before it is killed would fill the gateway's log
@@ -286,7 +291,7 @@ def prepare_for_trials() -> None:
 
 
 def limit_trial(limits: TrialLimits) -> None:
-    """Limit what this process may use from now on. These limits take the place of earlier ones."""
+    """Limit the CPU time and memory that this process may use from now on. The limits replace earlier ones."""
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_seconds)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError, ValueError):
@@ -294,14 +299,14 @@ def limit_trial(limits: TrialLimits) -> None:
 
 
 def _address_space() -> int:
-    """Return the size of this process's address space in bytes; 0 where the system does not tell it."""
+    """Return the size of this process's address space in bytes; 0 if the system has no /proc."""
     with contextlib.suppress(OSError), open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
     return 0
 
 
 def _end_with_parent() -> None:
-    """Have the system kill this process when its parent, which has one thread, ends."""
+    """Have the system kill this process when its parent ends. The parent must have a single thread."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

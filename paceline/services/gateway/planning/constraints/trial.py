@@ -1,4 +1,4 @@
-"""The trial of one constraint, in a process that may be killed: it is made and compiled as a worker will compile it."""
+"""The trial of one constraint, in a process that may be killed: made from its fields, and compiled as a worker will."""
 
 from __future__ import annotations
 
@@ -42,16 +42,20 @@ def try_constraint(fields: bytes, writing: AnswerWriting, tokenizer: LLTokenizer
 
 
 def fault(error: Exception) -> bytes:
-    """Return the outcome of a trial that has failed by an error that nobody expected."""
+    """Return the outcome, as bytes, of a trial that has failed by an unexpected error."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return json.dumps({"fault": f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})"}).encode()
 
 
 def read_outcome(outcome: bytes, end_token_ids: frozenset[int]) -> Constraint | InvalidRequestError | None:
-    """Return the constraint, or the error that its request gets; None if there is nothing to constrain.
+    """Return the constraint or the error for its request from an outcome; None if the answer may have any form.
+
+    Args:
+        outcome: bytes from `try_constraint`.
+        end_token_ids: ids of the tokens with which the model ends an answer.
 
     Raises:
-        RuntimeError: the trial has failed by an error that nobody expected.
+        RuntimeError: the trial has failed by an unexpected error.
         ValueError, KeyError, TypeError: the bytes are no outcome.
     """
     told: Json = json.loads(outcome)

@@ -15,7 +15,8 @@ from paceline.services.gateway.planning.media.decoded import BrokenItemError
 _SAMPLE_RATES = range(1_000, 400_000)
 _BYTES_PER_SAMPLE = 4
 _FULL_SCALE = 1 << 15
-"""Larger samples overflow in the features that models compute. A clip in the scale of 16 bits still works."""
+"""Largest magnitude of a sample. Larger ones overflow in the features that models compute. A clip of floats in the
+range of 16-bit integers still passes."""
 _FILTER_TAPS = "64"
 """Length of the resampler's low-pass filter. With twice FFmpeg's default, less than 0.1 % of what is above the new
 Nyquist frequency remains."""
@@ -24,13 +25,13 @@ Nyquist frequency remains."""
 def decode(
     data: memoryview, max_bytes: int, max_seconds: float, sample_rate: int, because: str = "--max-audio-seconds"
 ) -> tuple[dict[str, Any], NDArray[np.float32]]:
-    """Return no facts, and the mean of all channels: [samples], full scale from -1 to 1.
+    """Return {} (audio has no facts), and the mean of all channels: [samples], full scale from -1 to 1.
 
     Args:
-        max_bytes: the size of the largest array.
-        max_seconds: the longest clip.
+        max_bytes: largest size of the returned array.
+        max_seconds: length of the longest clip, in seconds.
         sample_rate: samples per second of the result.
-        because: the reason for `max_seconds`.
+        because: the reason for `max_seconds`, for errors.
 
     Raises BrokenItemError, or any error of PyAV.
     """

@@ -12,27 +12,27 @@ from typing import TypeAlias
 from paceline.services.gateway.http.errors import MediaError, UnreachableMediaError
 
 BYTES_PER_SECOND = 256 << 20
-"""Largest number of bytes of all files together that are read in a second, or made by unpacking. On a laptop, reading
-so many takes about a third of the time of this thread, in which other requests wait."""
+"""Largest rate of reading and unpacking, over all files, in bytes per second. On a laptop this takes a third of the
+event loop's time, and other requests wait meanwhile."""
 PIECE_COST = 4 << 10
-"""Parsing a piece of a body takes as long as reading so many bytes."""
+"""Cost of parsing a piece of a body, as the number of bytes whose reading takes as long."""
 LEAST_PAUSE = 0.001
-"""Shorter pauses are left out, so files may be read this much earlier than the rate says, in seconds."""
+"""Shortest pause, in seconds. Shorter ones are left out, so a file may be read this much earlier than the rate says."""
 UNPACKED_BYTES = 256 << 10
-"""Largest number of bytes that unpacking makes at once. A few bytes may unpack to a thousand times as many."""
+"""Largest number of bytes that one call unpacks. A few compressed bytes may unpack to a thousand times as many."""
 _PACKED_BYTES = 32 << 10
-"""Compressed bytes that are collected before the thread unpacks them. Each call of the thread takes time."""
+"""Number of compressed bytes that are collected before the thread unpacks them, because each call takes time."""
 _MAX_PIECES, _PIECE_BYTES = 1024, 64
-"""If a body comes in more pieces than this, they must have this size on average."""
+"""A body of more than `_MAX_PIECES` pieces is refused if they have fewer than `_PIECE_BYTES` bytes on average."""
 
 Take: TypeAlias = Callable[[int], None]
 """A function that counts received bytes, and raises an error if there is no memory for them."""
 
 
 class Pace:
-    """Slows down all files that are read, so that together they have at most BYTES_PER_SECOND.
+    """Limits the rate at which all files together are read to BYTES_PER_SECOND.
 
-    Each file rests after each read. So files that are read at the same time are equally fast.
+    After each read, a file waits. So files that are read at the same time get equal rates.
 
     Args:
         clock: returns the time in seconds.
@@ -41,10 +41,10 @@ class Pace:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._due = 0.0
-        """Instant at which the rate allows all bytes that were counted."""
+        """Instant at which the rate allows all counted bytes, in seconds on `clock`."""
 
     def count(self, handled: int) -> None:
-        """Count bytes that were read or unpacked."""
+        """Count bytes that were read or unpacked towards the rate."""
         self._due = max(self._due, self._clock()) + handled / BYTES_PER_SECOND
 
     @property
@@ -54,7 +54,7 @@ class Pace:
         return left if left >= LEAST_PAUSE else 0.0
 
     async def rest(self) -> None:
-        """Wait until the rate allows the next bytes. Other tasks run in any case."""
+        """Wait until the rate allows the next bytes. Even without a pause, other tasks get a turn."""
         await asyncio.sleep(self.pause)
 
 
@@ -62,10 +62,10 @@ class MediaBody:
     """A response's body as it arrives.
 
     Args:
-        max_bytes: the size of the largest file.
+        max_bytes: largest size of the unpacked file.
         unpackers: threads that unpack. See `machine.yield_to_others`.
 
-    Raises MediaError, also from its methods, if the file is too large or packed in a way that was not asked for.
+    The constructor and the methods raise MediaError if the file is too large or has an encoding that was not asked for.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MediaBody:
         self._pace = pace
         self._content = bytearray()
         self._packed = bytearray()
-        """Bytes that are not unpacked yet."""
+        """Compressed bytes that are not unpacked yet."""
         self._received = 0
         self._pieces = 0
         encoding = headers.get("content-encoding", "identity").strip().lower()
@@ -89,7 +89,7 @@ class MediaBody:
         self._check_size(int(headers.get("content-length", "0")))
 
     async def add(self, data: bytes | bytearray) -> None:
-        """Add the next piece.
+        """Add the next piece of the body.
 
         Raises UnreachableMediaError if there are too many small pieces, zlib.error, and whatever `take` raises.
         """
@@ -107,7 +107,7 @@ class MediaBody:
             await self._unpack(self._inflater)
 
     async def end(self) -> bytearray:
-        """Return the file. Raises the errors of `add`, also if a compressed file is not complete."""
+        """Return the whole file. Raises the errors of `add`, and zlib.error if a compressed file is not complete."""
         if self._inflater is not None:
             await self._unpack(self._inflater)
             if not self._inflater.eof:

@@ -13,8 +13,8 @@ class MemoryBudget:
     """The memory for media of all requests.
 
     Args:
-        total: its size in bytes.
-        decoders: items that are decoded at the same time. Together they take at most half of the memory.
+        total: size of the memory, in bytes.
+        decoders: number of items that are decoded at the same time. Together they take at most half of the memory.
     """
 
     def __init__(self, total: int, decoders: int) -> None:
@@ -24,17 +24,17 @@ class MemoryBudget:
 
     @property
     def of_request(self) -> int:
-        """The most bytes that one request may have in memory."""
+        """Largest number of bytes that one request may have in memory."""
         return self.total // 2
 
     @property
     def of_item(self) -> int:
-        """The most bytes that one decoded item may have: at most half of a request's, so that other items can come."""
+        """Largest size of one decoded item in bytes: at most half of a request's share, to leave room for others."""
         return self.total // (2 * max(2, self._decoders))
 
     @contextlib.contextmanager
     def request(self) -> Iterator[RequestBudget]:
-        """Yield the budget of one request. When the block ends, its bytes are given back."""
+        """Yield the budget of one request. When the block ends, the budget's bytes count as free again."""
         budget = RequestBudget(self)
         try:
             yield budget
@@ -50,7 +50,7 @@ class MemoryBudget:
 
 
 class RequestBudget:
-    """The share that one request has of the memory for media."""
+    """One request's share of the memory for media: how much it has taken, and how much more it may take."""
 
     def __init__(self, memory: MemoryBudget) -> None:
         self.memory = memory
@@ -58,12 +58,12 @@ class RequestBudget:
 
     @property
     def of_next_item(self) -> int:
-        """The most bytes that the next decoded item may have."""
+        """Largest size that the next decoded item may have, in bytes."""
         return min(self.memory.of_item, self.memory.of_request - self.used)
 
     @contextlib.contextmanager
     def temporary(self) -> Iterator[Callable[[int], None]]:
-        """Yield a function like `take`. When the block ends, the bytes that it has counted are given back."""
+        """Yield a function like `take`. When the block ends, the bytes that the function counted are given back."""
         taken = 0
 
         def take(count: int) -> None:
@@ -77,7 +77,7 @@ class RequestBudget:
             self.give(taken)
 
     def take(self, count: int) -> None:
-        """Count bytes that came into memory.
+        """Count bytes of the request's media that came into memory.
 
         Raises:
             MediaError: the request has too many bytes.
@@ -94,6 +94,6 @@ class RequestBudget:
         self.memory.used += count
 
     def give(self, count: int) -> None:
-        """Count bytes that have left memory."""
+        """Count bytes of the request's media that have left memory."""
         self.used -= count
         self.memory.used -= count

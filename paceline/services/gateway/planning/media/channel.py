@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 _SIZES = struct.Struct(">IQ")
-"""The lengths of the JSON text and of the payload."""
+"""Head of a message: the lengths of its JSON text and of its payload, in bytes."""
 _MAX_HEADER_BYTES = 1 << 20
 
 
 class ChannelError(Exception):
-    """The other process has ended, or sent something else than a message."""
+    """The other process has ended, or has sent bytes that are not a message."""
 
 
 class Channel:
-    """One end of the socket. Calls block."""
+    """One end of the socket between the gateway and a process that decodes. Calls block."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -28,7 +28,7 @@ class Channel:
     def send(
         self, header: dict[str, Any], payload: bytes | bytearray | memoryview = b"", seconds: float | None = None
     ) -> None:
-        """Send a message. Raises OSError, which is TimeoutError if it takes too long."""
+        """Send a message. Raises OSError, or its subclass TimeoutError if sending takes longer than `seconds`."""
         text = json.dumps(header).encode()
         deadline = None if seconds is None else time.monotonic() + seconds
         for part in (_SIZES.pack(len(text), len(payload)) + text, payload):
@@ -36,11 +36,11 @@ class Channel:
             self._socket.sendall(part)
 
     def receive(self, max_bytes: int, seconds: float | None = None) -> tuple[dict[str, Any], memoryview]:
-        """Return the header and the payload of the next message.
+        """Wait for the next message. Return its header and its payload.
 
         Raises:
             ChannelError: the connection has ended, or the message is malformed or has a larger payload.
-            TimeoutError: the message has not come within a time.
+            TimeoutError: the message has not come within `seconds`.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
         header_bytes, payload_bytes = _SIZES.unpack(self._read(_SIZES.size, deadline))
@@ -71,7 +71,7 @@ class Channel:
 
 
 def _left(deadline: float | None) -> float | None:
-    """Return the seconds until a deadline on time.monotonic(). Raises TimeoutError if it has come."""
+    """Return the seconds until a deadline on time.monotonic(); None for none. Raises TimeoutError if it has passed."""
     if deadline is None:
         return None
     if (left := deadline - time.monotonic()) <= 0:

@@ -1,4 +1,4 @@
-"""Takes from the calling process what a decoder of media does not need: memory, files, sockets and the network."""
+"""Takes from the calling process the rights that a decoder of media does not need: memory, files, sockets, network."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ import resource
 import sys
 
 _NICENESS = 10
-"""Workers of the same host get nine times the CPU time of a process that decodes, if both want it: other requests wait
-for them. With much less, a busy host would never decode an image in time."""
+"""Niceness of a process that decodes. A worker that wants the same core gets nine times its CPU time, because other
+requests wait for the worker. With much less CPU time, a busy host would never decode an image in time."""
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_NO_NEW_PRIVS = 38
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
-"""Numbers of system calls, which are the same on all architectures of Linux."""
+"""Numbers of Landlock's system calls, which are the same on all architectures of Linux."""
 _LANDLOCK_VERSION = 1
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
-"""Number of rights on files that each version of Landlock knows first. A right is one bit."""
+"""Number of rights on files, each one bit, by the first version of Landlock that knows so many."""
 _TCP_RIGHTS, _SCOPES = 0b11, 0b11
-"""TCP: to bind and to connect, from version 4 on. Scopes: abstract Unix sockets and signals, from version 6 on."""
+"""Bits of Landlock's TCP rights (bind, connect; from version 4 on) and of its scopes (abstract Unix sockets, signals;
+from version 6 on)."""
 
 
 def confine(memory: int) -> None:
-    """Restrict this process for good. Restrictions that the system does not have or allow are left out.
+    """Restrict this process permanently. Restrictions that the system does not have or allow are left out.
 
-    All modules must be imported before, because no file can be opened afterwards.
+    All modules must have been imported, because no file can be opened afterwards.
 
     Args:
-        memory: the most bytes of address space.
+        memory: largest size of the address space, in bytes.
     """
     os.nice(_NICENESS)
     if sys.platform == "linux":
@@ -48,15 +49,15 @@ def confine(memory: int) -> None:
 
 
 def leave_network() -> bool:
-    """Move this process to a network of its own, from which it reaches nothing. Return whether the system allows this.
+    """Move this process to an empty network of its own. Return whether the system allows this.
 
-    Some containers forbid it, although `/proc/sys/user/max_user_namespaces` is not 0. The other limits remain.
+    Some containers forbid the move, although `/proc/sys/user/max_user_namespaces` is not 0. The other limits remain.
     """
     return bool(ctypes.CDLL(None).unshare(_CLONE_NEWUSER | _CLONE_NEWNET) == 0)
 
 
 def _forbid_files() -> None:
-    """Forbid all access to files by Landlock, also without opening them (run, rename, remove), and to other processes.
+    """Forbid, by Landlock, opening, running, renaming and removing files, TCP, and signals to other processes.
 
     See https://docs.kernel.org/userspace-api/landlock.html.
     """

@@ -1,4 +1,4 @@
-"""Opens files of videos and audio with FFmpeg's libraries, as safely as they can."""
+"""Opens files of videos and audio with FFmpeg's libraries, which may open no other file or address."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.services.gateway.planning.media.decoded import BrokenItemError, ch
 from paceline.services.gateway.planning.media.items import JPEG
 
 _FORMATS = "mov,matroska,avi,mpegts,mpeg,flv,ogg,wav,flac,mp3,aac,aiff,caf,gif"
-"""Containers that are read. Playlists (hls, dash, concat) are not among them, because FFmpeg would open their files."""
+"""Allowed formats of containers. Playlists (hls, dash, concat) are left out: FFmpeg would open the files in them."""
 _JPEG_FRAMES_FORMAT, _JPEG_FRAMES_PER_SECOND = "mjpeg", "1"
-"""How JPEG files that follow each other are read, if they are a video. vLLM takes the same rate."""
+"""FFmpeg's format and rate for a video that is a sequence of JPEG files. vLLM takes the same rate."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
     Args:
         kind: what the file should be, with its article, for errors.
 
-    Raises BrokenItemError if it cannot be opened, or FFmpeg finds an error in the block.
+    Raises BrokenItemError if the container cannot be opened, or if FFmpeg finds an error while the block runs.
     """
     check_not_text(data, kind)
     av.logging.set_level(None)
@@ -50,5 +50,5 @@ def open_container(data: memoryview, kind: str) -> Iterator[InputContainer]:
 
 
 def _refuse(url: str, flags: int, options: object) -> None:
-    """Refuse a file or an address to which a container refers."""
+    """Refuse to open a file or an address that a container refers to."""
     raise BrokenItemError("the file refers to other files, which are not read; send one complete file")

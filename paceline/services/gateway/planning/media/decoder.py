@@ -1,8 +1,8 @@
 """A process that decodes media for the gateway: `python -m paceline.services.gateway.planning.media.decoder FD MEMORY`.
 
-The bytes come from clients, and decoders of media have had many security holes. So they run here, in a process that has
-nothing but the item that it decodes: no secrets in its environment, no files, no sockets, and limits on memory and
-time (see `confinement.py`). If it crashes or hangs, only one item is lost.
+The bytes come from clients, and decoders of media have had many security holes. So the decoders run in this process,
+which has nothing but the item to decode: no secrets in its environment, no files, no sockets, and limits on memory and
+time (see `confinement.py`). If the process crashes or hangs, only one item is lost.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def main(descriptor: int, memory: int) -> None:
     """Decode items until the gateway closes the socket.
 
     Args:
-        descriptor: the socket.
-        memory: the most bytes of address space.
+        descriptor: of the socket to the gateway.
+        memory: largest size of the address space, in bytes.
     """
     channel = Channel(socket.socket(fileno=descriptor))
     _import_the_rest()
@@ -60,7 +60,7 @@ def main(descriptor: int, memory: int) -> None:
 
 
 def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes | memoryview]:
-    """Return the header and the payload of the answer: the facts about the item and its array, or what is wrong."""
+    """Decode an item. Return the header and the payload of the answer: its facts and its array, or the fault."""
     _limit_cpu(job["seconds"])
     try:
         facts, array = _DECODERS[job["kind"]](data, job["max_bytes"], **job["options"])
@@ -76,7 +76,7 @@ def decode(job: dict[str, Any], data: memoryview) -> tuple[dict[str, Any], bytes
 
 
 def _ask(channel: Channel, height: int, width: int) -> ImageSize | None:
-    """Ask the gateway to which size an image is resized. Raises BrokenItemError if it does not want the image."""
+    """Ask the gateway for the size to which to resize an image. Raises BrokenItemError if it refuses the image."""
     channel.send({"size": [height, width]})
     answer, _ = channel.receive(0)
     if answer["is_refused"]:
@@ -85,14 +85,14 @@ def _ask(channel: Channel, height: int, width: int) -> ImageSize | None:
 
 
 def _import_the_rest() -> None:
-    """Import the modules that Pillow and PyAV would import when they meet a file that needs them."""
+    """Import the modules that Pillow and PyAV would otherwise import when a file needs them."""
     Image.init()
     for name in _LATE_MODULES:
         importlib.import_module(name)
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the system kill this process after some more seconds of CPU time, even if the gateway has ended."""
+    """Have the system kill this process after this many more seconds of CPU time, even if the gateway has ended."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time() + seconds) + 1, hard))

@@ -27,28 +27,28 @@ from paceline.services.gateway.planning.media.body import MediaBody, Pace, Take
 from paceline.services.gateway.planning.media.guard import MediaGuard, Target
 
 CONNECT_SECONDS = 5.0
-"""Longest time to connect to a server, in seconds. Up to four addresses share it."""
+"""Longest time to connect to a server, in seconds. The addresses that are tried share this time equally."""
 REDIRECTS = 5
 """Largest number of redirects that are followed."""
 _ADDRESSES = 4
 """Largest number of addresses of a server that are tried."""
 _READ_BYTES = 64 << 10
-"""Bytes that are read at once."""
+"""Largest number of bytes that one read returns."""
 _HEAD_BYTES = 32 << 10
 _INTERIM_RESPONSES = 10
 _REDIRECT_STATUSES = (301, 302, 303, 307, 308)
 
 
 class Resolver(Protocol):
-    """A function that returns the IP addresses of a name."""
+    """A function that returns the IP addresses of a host's name."""
 
     async def __call__(self, host: str, /) -> Sequence[str]:
-        """Return the addresses. Raises OSError."""
+        """Return the IP addresses of a host. Raises OSError if there are none."""
         ...
 
 
 class SystemResolver:
-    """Resolves names as the system does.
+    """Resolves hosts' names with the system's resolver.
 
     Args:
         threads: threads for the blocking calls. The event loop's own threads must stay free for others: a hostile
@@ -67,11 +67,11 @@ class SystemResolver:
 
 
 class Fetcher:
-    """Fetches files.
+    """Fetches files over HTTP.
 
     Args:
-        max_bytes: the size of the largest file.
-        pace: slows down all files together.
+        max_bytes: largest size of a file.
+        pace: limits the rate of all files together.
     """
 
     def __init__(self, guard: MediaGuard, resolve: Resolver, max_bytes: int, pace: Pace | None = None) -> None:
@@ -86,7 +86,7 @@ class Fetcher:
         self._unpackers.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(self, url: str, seconds: float, take: Take) -> bytearray:
-        """Return the file at a URL, which must arrive within a time.
+        """Return the file at a URL, which must arrive within `seconds`.
 
         Raises:
             MediaError: the URL or a redirect is not allowed, or the file is too large.
@@ -106,7 +106,7 @@ class Fetcher:
         raise UnreachableMediaError(f"the URL led to more than {REDIRECTS} redirects")
 
     async def _get(self, target: Target, take: Take) -> bytearray | str:
-        """Return the file, or the URL to which the server redirects."""
+        """Request the target. Return the file, or the URL to which the server redirects."""
         reader, writer = await self._connect(target)
         try:
             return await self._exchange(target, reader, writer, take)
@@ -116,7 +116,7 @@ class Fetcher:
             writer.transport.abort()
 
     async def _connect(self, target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to the first address that is allowed and can be reached."""
+        """Connect to the first allowed address of the server that can be reached."""
         is_tls = target.scheme == "https"
         addresses = await self._addresses(target)
         for address in addresses:
@@ -177,7 +177,7 @@ class Fetcher:
 
 
 async def _next_event(connection: h11.Connection, reader: asyncio.StreamReader, pace: Pace) -> object:
-    """Return the next part of what the server sends."""
+    """Wait for the next part of the server's response, and return h11's event for it."""
     while (event := connection.next_event()) is h11.NEED_DATA:
         data = await reader.read(_READ_BYTES)
         connection.receive_data(data)
@@ -198,10 +198,10 @@ def _request(target: Target) -> h11.Request:
 
 
 def _join(target: Target, location: str) -> str:
-    """Return the URL to which a server redirects. Raises MediaError if it is not one of HTTP.
+    """Return the URL to which a server redirects. Raises MediaError if it is not an http or https URL.
 
     Args:
-        location: the header, in which each character stands for a byte.
+        location: the header Location, in which each character stands for a byte.
     """
     # Bytes outside of ASCII are quoted as they are, because most servers send UTF-8 and some send Latin-1.
     quoted = quote(location, safe=bytes(range(0x80)), encoding="latin-1")

@@ -23,7 +23,7 @@ _MAX_URL_CHARACTERS = 8192
 _HOST_NAME = re.compile(r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?(\.[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?)*\.?")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _FORBIDDEN_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
-"""A control character, or half of a pair of surrogates, which JSON can spell but UTF-8 cannot."""
+"""Matches a control character, or half of a pair of surrogates, which JSON can spell but UTF-8 cannot."""
 _URL_PUNCTUATION = "%/:=&?~+!$,;'@()*[]"
 """Characters that a path or query keeps; all others that are not letters, digits, or one of -._~ are quoted."""
 
@@ -41,7 +41,7 @@ _PRIVATE = _networks(
     "::1/128",
     "fc00::/7",
 )
-"""Networks that --allow-private-media allows."""
+"""Networks that are refused unless --allow-private-media is set."""
 _NEVER = _networks(
     "0.0.0.0/8",
     "168.63.129.16/32",  # Azure's metadata, at a public address
@@ -61,25 +61,25 @@ _NEVER = _networks(
     "fd00:ec2::254/128",  # AWS's metadata
     "fd20:ce::254/128",  # Google's metadata
 )
-"""The special networks of IANA's registries, and metadata services of clouds, which are never allowed."""
+"""Networks that are always refused: special ones of IANA's registries, and metadata services of clouds."""
 _PUBLIC_V6 = ipaddress.ip_network("2000::/3")
-"""The only public addresses of IPv6. Addresses that contain one of IPv4 (mapped, compatible, NAT64) are outside."""
+"""The public addresses of IPv6. All that contain an IPv4 address (mapped, compatible, NAT64) lie outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL of a server, in its parts."""
+    """A checked http or https URL, in its parts."""
 
     scheme: str
     host: str
-    """A name, or an IP address without brackets."""
+    """Name of the server, or its IP address without brackets."""
     port: int
     path: str
     """The path and the query, quoted."""
 
     @property
     def authority(self) -> str:
-        """The value of the header Host."""
+        """The value of the header Host in a request for this URL."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == _SCHEME_PORTS[self.scheme] else f"{host}:{self.port}"
 
@@ -92,8 +92,7 @@ class MediaGuard:
     """Allows or refuses URLs and addresses.
 
     Args:
-        domains: names of servers, separated by commas; a name that begins with a dot allows all names below it. If it
-            is empty, every name is allowed.
+        domains: allowed servers, separated by commas; ".NAME" allows all names below NAME. "" allows every server.
         allow_private: whether addresses of private networks and all ports are allowed.
     """
 
@@ -102,7 +101,7 @@ class MediaGuard:
         self._allow_private = allow_private
 
     def check_url(self, url: str) -> Target:
-        """Return the parts of a URL. Raises MediaError if it is malformed, or nothing may be fetched from it."""
+        """Return the parts of a URL. Raises MediaError if it is malformed, or its server or port is not allowed."""
         target = parse_url(url)
         if self._domains and not self._is_listed(target.host.removesuffix(".")):
             raise MediaError(
@@ -117,7 +116,7 @@ class MediaGuard:
         return target
 
     def allows(self, address: Address) -> bool:
-        """Return whether media may be fetched from an address."""
+        """Return whether media may be fetched from an IP address."""
         if any(address in network for network in _NEVER):
             return False
         if any(address in network for network in _PRIVATE):
@@ -129,7 +128,7 @@ class MediaGuard:
 
 
 def parse_url(url: str) -> Target:
-    """Return the parts of a URL. Raises MediaError if it is malformed or ambiguous, or not of HTTP."""
+    """Return the parts of a URL. Raises MediaError if it is malformed or ambiguous, or neither http nor https."""
     if len(url) > _MAX_URL_CHARACTERS or _FORBIDDEN_CHARACTER.search(url):
         raise MediaError(
             f"a URL must have at most {_MAX_URL_CHARACTERS} characters, and no control characters or lone surrogates"

@@ -1,4 +1,4 @@
-"""Decodes images."""
+"""Decodes images, and resizes them if the model does not need all pixels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BYTES_PER_PIXEL = 3
 def decode(
     data: memoryview, max_bytes: int, max_pixels: int, fit: Fit | None = None
 ) -> tuple[dict[str, Any], NDArray[np.uint8]]:
-    """Return no facts, and an image as RGB: [height, width, 3].
+    """Return {} (an image has no facts), and the image as RGB: [height, width, 3].
 
     Args:
-        max_bytes: the size of the largest array.
-        max_pixels: the pixels of the largest image, which is refused before it is decoded.
-        fit: returns the size to which the image is resized; None leaves it as it is.
+        max_bytes: largest size of the returned array.
+        max_pixels: largest number of pixels. A larger image is refused before it is decoded.
+        fit: returns the size to which the image is resized; None keeps the image's own size.
 
     Raises BrokenItemError, or any error of Pillow.
     """

@@ -25,16 +25,16 @@ class MediaItem:
 
     kind: ItemKind
     url: str | None
-    """An http, https, data or file URL. None if the client sends only the `uuid` of an item that it has sent before."""
+    """An http, https, data or file URL; None if the client sends only the `uuid` of an item that it has sent before."""
     uuid: str | None = None
     digest: str = ""
-    """The digest of what the uuid must mean; "" if it may mean anything."""
+    """Digest of the item that the uuid must stand for, see `Expansion.digest`; "" if it may stand for any."""
     place: str = field(default="", compare=False)
-    """Where it is in the request, such as `messages[0].content[1]`; "" if this is not known."""
+    """The item's path in the request, such as `messages[0].content[1]`; "" if the path is not known."""
 
 
 def places_of(items: Sequence[MediaItem]) -> list[str]:
-    """Return names of items for errors: their places, or else their kinds and their numbers among all of the kind."""
+    """Return a name for each item in errors: its path, or else its kind and its number within the kind ("image 2")."""
     counts: Counter[str] = Counter()
     places = []
     for item in items:
@@ -50,13 +50,13 @@ class ImageSize:
     height: int
     width: int
     resample: int
-    """The number of one of Pillow's filters."""
+    """Number of the filter, one of Pillow's `Image.Resampling`."""
 
 
 Fit: TypeAlias = Callable[[int, int], ImageSize | None]
-"""A function that returns the size to which an image of some height and width is resized; None leaves it as it is.
+"""A function of an image's height and width. It returns the size to which the image is resized; None keeps the size.
 
-It raises InvalidRequestError if the image is refused.
+The function raises InvalidRequestError if the image is refused.
 """
 
 
@@ -65,17 +65,17 @@ class FrameSampling:
     """The frames of a video that a model's processor wants, spread evenly over the whole video."""
 
     most: int
-    """The largest number of frames. A video that has fewer gives each frame once."""
+    """Largest number of frames. A video with fewer frames gives each of them once."""
     least: int = 1
-    """The smallest number of frames, if the video has so many."""
+    """Smallest number of frames, if the video has so many."""
     per_second: float | None = None
-    """Wanted frames for each second of the video; None wants `most`."""
+    """Wanted frames per second of video; None wants `most` frames."""
     to_end: bool = False
-    """Whether the last frame of the video is among them. If not, they are the first frames of equal parts."""
+    """Whether the video's last frame is sampled. If not, the sampled frames are the first ones of equal parts."""
     max_pixels: int | None = None
-    """A frame with more pixels is scaled down to at most this many, with the same aspect ratio; None never scales."""
+    """Largest number of pixels of a frame. Larger frames are scaled down in proportion; None never scales them."""
     total_pixels: int | None = None
-    """The same for all frames together."""
+    """Largest number of pixels of all frames together, by scaling each down equally; None never scales."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,9 +83,9 @@ class MediaTokens:
     """The tokens of a model that belong to media."""
 
     markers: Mapping[ItemKind, tuple[int, ...]] = field(default_factory=dict)
-    """The ids of the text that the model's chat template writes for one item. A kind without one is not supported."""
+    """Token ids, by kind, of the marker that the chat template writes for one item. Other kinds are not supported."""
     reserved: frozenset[int] = frozenset()
-    """Ids of tokens that only media bring into a prompt. A text that spells them stays a text."""
+    """Ids of tokens that only media bring into a prompt. A client's text that spells such a token stays text."""
 
 
 NO_MEDIA = MediaTokens()
@@ -98,9 +98,9 @@ class TokenRun:
     token_id: int
     input: MediaInput
     digest: bytes
-    """The input's digest, which is computed only once because an input may have megabytes."""
+    """Digest of the input. It is kept because an input may have megabytes."""
     grid: Grid | None = None
-    """See `MediaSpan.grid`."""
+    """Frames, rows and columns of the placeholders; see `MediaSpan.grid`."""
 
     @staticmethod
     def of(token_id: int, own: MediaInput, grid: Grid | None = None) -> TokenRun:
@@ -108,18 +108,18 @@ class TokenRun:
 
 
 Piece: TypeAlias = str | int | TokenRun
-"""A part of a prompt: a text, the id of a token, or placeholder tokens."""
+"""A part of a prompt: a text, the id of one token, or a run of placeholder tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The tokens that stand in a prompt for one item."""
+    """The expansion of an item: the tokens that stand for the item in a prompt, with the inputs of the encoder."""
 
     pieces: tuple[Piece, ...] = ()
 
     @property
     def size(self) -> int:
-        """Bytes of the item's inputs."""
+        """Size of the item's inputs, in bytes."""
         return sum(len(piece.input.data) for piece in self.pieces if isinstance(piece, TokenRun))
 
     @property
@@ -136,7 +136,7 @@ class Expansion:
 
 
 Expansions: TypeAlias = Mapping[MediaItem, Expansion]
-"""For each item of a request, the tokens that stand for it in prompts."""
+"""The expansion of each item of a request: the tokens that stand for it in prompts."""
 
 
 class _Nothing(dict[MediaItem, Expansion]):
@@ -149,6 +149,6 @@ class _Nothing(dict[MediaItem, Expansion]):
 
 
 NOTHING: Expansions = _Nothing()
-"""Nothing for any item: for plans whose prompt is not computed, and to find other errors of a request first."""
+"""An empty expansion for any item: for prompts that are not computed, and to find a request's other errors first."""
 NO_ITEMS: Expansions = MappingProxyType({})
 """The expansions of a request without media."""

@@ -30,11 +30,11 @@ from paceline.services.gateway.planning.media.source import MediaSources
 T = TypeVar("T")
 
 _MAX_READING = 256
-"""Items of all requests that are read at the same time. Each may need a connection."""
+"""Largest number of items, over all requests, that are read at the same time. Each may need a connection."""
 _MAX_READING_OF_REQUEST = 8
-"""Items of one request that are read at the same time."""
+"""Largest number of items of one request that are read at the same time."""
 _THREADS = 16
-"""Names that are resolved and files that are read at the same time, because both calls block."""
+"""Threads for resolving names and reading files, because both calls block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class Video:
     frames: NDArray[np.uint8]
     """RGB, [frames, height, width, 3]."""
     timestamps: NDArray[np.float64]
-    """When each frame is shown, in seconds from the first frame that is shown; [frames]."""
+    """Time at which each frame is shown, in seconds from the video's first shown frame; [frames]."""
 
 
 class MediaService:
-    """The gateway's part that loads media.
+    """Loads media for all requests: reads items, and has them decoded and preprocessed.
 
     Args:
-        resolve: how names of servers become addresses; the system's way unless a test needs another.
-        metrics: counts the items.
+        resolve: returns the addresses of a server; None for the system's resolver.
+        metrics: counts the items; None counts them where nobody sees.
 
     Raises ConfigError if `--allowed-local-media-path` is not a folder.
     """
@@ -75,7 +75,7 @@ class MediaService:
         self.pool = DecodePool(config, self.memory)
 
     async def read(self, kind: ItemKind, source: str, take: Take) -> bytes | bytearray:
-        """Return the bytes of an item after `take` has counted them.
+        """Read an item from its URL `source`. Return its bytes after `take` has counted them.
 
         Raises MediaError, BusyError if too many items are being read, and whatever `take` raises.
         """
@@ -93,11 +93,12 @@ class MediaService:
             self._reading -= 1
 
     async def preprocess(self, compute: Callable[..., T], *arguments: object) -> T:
-        """Return compute(*arguments), in one of as many threads as processes decode.
+        """Run `compute` with its arguments in a thread of its own pool, and return its result.
 
-        So pixels of many requests neither take all cores, nor the threads that plan other requests.
+        The pool has as many threads as processes decode. So preprocessing for many requests takes neither all cores nor
+        the threads that plan other requests.
 
-        Raises BusyError if this takes longer than `--media-decode-seconds`, because others wait for the threads, too.
+        Raises BusyError after `--media-decode-seconds`, because other requests wait for these threads, too.
         """
         try:
             async with asyncio.timeout(self.config.media_decode_seconds):
@@ -118,14 +119,14 @@ class MediaLoader:
     """Loads the items of one request.
 
     Each method takes the URL of an item (`http:`, `https:`, `data:` or `file:`) and the item's name in errors, such as
-    "image 2". Each may be called many times at once. If the call
-    is cancelled, the download stops and the process that decodes the item is killed.
+    "image 2". Several calls may run at the same time. If a call is cancelled, the download stops and the process that
+    decodes the item is killed.
 
     Args:
-        budget: counts the files until they are decoded, and the arrays. The caller gives back the bytes of an array.
+        budget: counts the files until they are decoded, and the arrays. The caller gives an array's bytes back.
 
     Every method raises:
-        MediaError: the item was refused, is broken or too large (status 400), or its URL is dead (status 422).
+        MediaError: the item is refused, broken or too large (status 400), or its URL cannot be read (status 422).
         BusyError: too many items are being loaded; the same request may succeed later.
         UnavailableError: the process that decodes cannot be started.
     """
@@ -144,7 +145,7 @@ class MediaLoader:
         animation is read.
 
         Args:
-            fit: says to which size the image is resized, in the process that decodes it. Called in a thread. Its
+            fit: returns the size to which the decoding process resizes the image. It runs in a thread; its
                 InvalidRequestError is raised here.
         """
         options = {"max_pixels": self._service.config.max_image_pixels}
@@ -152,7 +153,7 @@ class MediaLoader:
         return pixels
 
     async def video(self, source: str, place: str, sampling: FrameSampling) -> Video:
-        """Return frames of a video, which are turned as the file says."""
+        """Return the wanted frames of a video, rotated as the file says."""
         config = self._service.config
         options = {
             "max_pixels": config.max_image_pixels,
@@ -163,10 +164,10 @@ class MediaLoader:
         return Video(frames, facts["timestamps"])
 
     async def audio(self, source: str, place: str, model_seconds: float = math.inf) -> NDArray[np.float32]:
-        """Return the mean of the channels of an audio clip at SAMPLING_RATE, [samples]. Full scale is -1 to 1.
+        """Return an audio clip at SAMPLING_RATE, [samples], as the mean of its channels. Full scale is -1 to 1.
 
         Args:
-            model_seconds: the longest clip that the model takes; a longer one is refused before all of it is decoded.
+            model_seconds: longest clip that the model takes, in seconds. A longer one is refused while it is decoded.
         """
         seconds, because = min(
             (self._service.config.max_audio_seconds, "--max-audio-seconds"),
@@ -179,7 +180,7 @@ class MediaLoader:
     async def _load(
         self, kind: ItemKind, source: str, place: str, options: dict[str, Any], fit: Fit | None = None
     ) -> tuple[Facts, NDArray[Any]]:
-        """Return the facts about a decoded item and its array."""
+        """Read and decode an item. Return the decoder's facts about it, and its array."""
         metrics = self._service.metrics
         try:
             with self._budget.temporary() as take:

@@ -1,4 +1,4 @@
-"""Loads the items of one request, makes what stands in its prompt for them, and keeps it by the names of clients."""
+"""Loads the items of one request, makes their expansions for the prompt, and keeps expansions by clients' uuids."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from paceline.services.gateway.planning.media.loader import MediaLoader, MediaSe
 from paceline.services.gateway.planning.media.processors.base import OPTIONS_FIELD, PADDING_SECONDS, Processor
 
 _ENTRY_BYTES = 256
-"""What an entry takes besides its inputs."""
+"""Memory of an entry besides its inputs, in bytes."""
 
 _NEWEST_AT_ONCE = 8
-"""Items that are loaded at the same time if only the newest ones are needed."""
+"""Number of items that are loaded at the same time if only the newest items are needed."""
 
 
 class RecentMedia:
-    """The most recently used expansions of items, within a size.
+    """The most recently used expansions of items, up to a size in memory.
 
     Args:
-        max_bytes: the size of all inputs together. A larger item is not kept.
+        max_bytes: largest size of all inputs together. An item that alone is larger is not kept.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -39,7 +39,7 @@ class RecentMedia:
         self._bytes = 0
 
     def put(self, key: Hashable, expansion: Expansion) -> None:
-        """Keep an expansion in place of an older one with the same key. If it is too large, only the older one goes."""
+        """Keep an expansion under a key, and drop the older one. An expansion that is too large is not kept."""
         self._drop(key)
         size = expansion.size + _ENTRY_BYTES
         if size > self._max_bytes:
@@ -50,7 +50,7 @@ class RecentMedia:
             self._drop(next(iter(self._kept)))
 
     def get(self, key: Hashable) -> Expansion | None:
-        """Return an expansion; None if it is not kept any more."""
+        """Return the expansion of a key; None if it is not kept, or not any more."""
         found = self._kept.get(key)
         if found is not None:
             self._kept.move_to_end(key)
@@ -63,9 +63,9 @@ class RecentMedia:
 
 
 def without_data(items: Sequence[MediaItem]) -> list[tuple[MediaItem, str, MediaItem | None]]:
-    """Return the items that have only a uuid, and their places.
+    """Return each item that has only a uuid, its name for errors, and the item that the request has sent for this uuid.
 
-    The third value of each is the last item before it that has data, the same kind and the same uuid, if there is one.
+    The third value is the last earlier item of the same kind and uuid that has data; None if there is none.
     """
     found = []
     sent: dict[tuple[str, str | None], MediaItem] = {}
@@ -79,7 +79,7 @@ def without_data(items: Sequence[MediaItem]) -> list[tuple[MediaItem, str, Media
 
 
 def not_kept(item: MediaItem, place: str, param: str) -> InvalidRequestError:
-    """Return the error of an item that has only a uuid, of which nothing is kept."""
+    """Return the error for an item that has only a uuid, if no expansion is kept for the uuid."""
     return InvalidRequestError(
         f"{place}: no {item.kind} with the uuid {item.uuid!r:.80} is kept here, for this API key and these "
         f"{OPTIONS_FIELD}; send the {item.kind} again with its uuid",
@@ -93,12 +93,17 @@ def recall(
     loaded: Mapping[MediaItem, Expansion],
     param: str,
 ) -> dict[MediaItem, Expansion]:
-    """Return what stands in the prompt for items that have only a uuid: what the request has sent, or what was kept.
+    """Return the expansions of items that have only a uuid: from the request's own data, else from earlier requests.
 
     Items whose data were not loaded are left out.
 
-    Raises InvalidRequestError if a uuid means two different items, because the prompt has one entry for both, or if a
-    stored one has got another meaning.
+    Args:
+        known: the expansions that were kept from earlier requests.
+        loaded: the expansions of the request's own items with data.
+        param: the field of the request that errors name if they do not know an item's place.
+
+    Raises InvalidRequestError if a uuid stands for two different items of the request, which the prompt could not tell
+    apart, or for another item than when the part was stored.
     """
     recalled: dict[MediaItem, Expansion] = {}
     for item, place, sent in without_data(items):
@@ -121,13 +126,13 @@ def recall(
 
 
 class ItemLoading:
-    """Loads the items of one request. Each is loaded once, however often it comes.
+    """Loads the items of one request. Each item is loaded once, even if it is in the request several times.
 
     Args:
         budget: counts the media, and afterwards the inputs that were made of them.
         param: the field of the request that errors name if they do not know an item's place.
 
-    Both methods raise InvalidRequestError if an item is wrong, and the errors of `MediaLoader`.
+    Both methods raise InvalidRequestError if the model takes no such item, and the errors of `MediaLoader`.
     """
 
     def __init__(self, service: MediaService, processor: Processor, budget: RequestBudget, param: str) -> None:
@@ -138,10 +143,10 @@ class ItemLoading:
         self._loader = MediaLoader(service, budget)
 
     async def load_all(self, items: Sequence[MediaItem], most_tokens: int | None) -> dict[MediaItem, Expansion]:
-        """Return what stands in the prompt for items that have a URL.
+        """Load the items that have a URL. Return their expansions.
 
         Args:
-            most_tokens: the most placeholder tokens that they may have together; None if this is not known.
+            most_tokens: largest number of placeholder tokens of all items; None if it is not known.
         """
         places: dict[MediaItem, str] = {}
         for item, place in zip(items, places_of(items), strict=True):
@@ -157,11 +162,11 @@ class ItemLoading:
     async def load_newest(
         self, items: Sequence[MediaItem], known: Mapping[MediaItem, Expansion], most_tokens: int | None
     ) -> dict[MediaItem, Expansion]:
-        """Return what stands in the prompt for the last items that have a URL, as many as there is room for.
+        """Load the last items, as many as fit into the prompt. Return the expansions of items that have a URL.
 
         Args:
-            known: what stands in the prompt for items that have none.
-            most_tokens: the room in placeholder tokens; None if this is not known.
+            known: the expansions of items that have only a uuid.
+            most_tokens: largest number of placeholder tokens of all items; None if it is not known.
         """
         newest = list(dict(zip(items[::-1], places_of(items)[::-1], strict=True)).items())
         fitting: dict[MediaItem, Expansion] = {}
@@ -188,7 +193,7 @@ class ItemLoading:
         return fitting
 
     async def _load_each(self, places: Iterable[tuple[MediaItem, str]]) -> Sequence[Expansion | BaseException]:
-        """Return what stands in the prompt for each item, or what is wrong with it."""
+        """Load items at the same time. Return for each its expansion, or the error that its loading raised."""
         tasks = [asyncio.create_task(self._load(item, place, _Room(None))) for item, place in places]
         try:
             return await asyncio.gather(*tasks, return_exceptions=True)
@@ -196,7 +201,7 @@ class ItemLoading:
             await end_tasks(*tasks)
 
     async def _load(self, item: MediaItem, place: str, room: _Room) -> Expansion:
-        """Return what stands in the prompt for an item, with its inputs counted by the budget."""
+        """Load an item. Return its expansion, whose inputs the budget has counted."""
         assert item.url is not None
         processor = self._processor
         array: NDArray[Any]
@@ -232,13 +237,13 @@ class ItemLoading:
 
 
 class _Fit:
-    """Says to which size an image is resized, and refuses it if no context has room for it. Remembers its size."""
+    """Returns the size to which an image is resized, and refuses an image without room in any context."""
 
     def __init__(self, processor: Processor, room: _Room) -> None:
         self._processor = processor
         self._room = room
         self.size = (0, 0)
-        """Height and width."""
+        """Height and width of the image before it is resized."""
 
     def __call__(self, height: int, width: int) -> ImageSize | None:
         self.size = (height, width)
@@ -247,10 +252,10 @@ class _Fit:
 
 
 class _Room:
-    """The room for the media of one request in the context of the model.
+    """Counts the placeholder tokens of one request's media, which must fit into the model's context.
 
     Args:
-        most_tokens: the most placeholder tokens of all media; None is no limit.
+        most_tokens: largest number of placeholder tokens of all media; None is no limit.
     """
 
     def __init__(self, most_tokens: int | None) -> None:
@@ -258,7 +263,7 @@ class _Room:
         self._taken = 0
 
     def take(self, tokens: int) -> None:
-        """Count the placeholder tokens of an item. Raises InvalidRequestError if no context has room for them."""
+        """Count the placeholder tokens of an item. Raises InvalidRequestError if no context has room for it."""
         self.check(tokens)
         self._taken += tokens
 

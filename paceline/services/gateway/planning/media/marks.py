@@ -20,11 +20,11 @@ class MediaMarks:
     """Unguessable texts that a chat template writes instead of the model's markers.
 
     A client may write a marker such as `<|image|>` in a message, even spread over several fields that the template
-    joins. So the markers in the template's own source are replaced before it is compiled. Then a mark in the rendered
-    text comes from the template alone.
+    joins. So the markers in the template's own source are replaced by these marks before the source is compiled. Then a
+    mark in the rendered text comes from the template alone.
 
     Args:
-        markers: the text that the template writes for an item of each kind.
+        markers: the model's marker for each kind: the text that its template writes for an item.
     """
 
     def __init__(self, markers: Mapping[ItemKind, str]) -> None:
@@ -34,23 +34,23 @@ class MediaMarks:
         self._any_mark = re.compile("|".join(self._marks) or r"(?!)")
 
     def hide_markers(self, source: str) -> str:
-        """Return a template's source with marks instead of markers."""
+        """Return a template's source with the unguessable marks in place of the model's markers."""
         for mark, kind in self._marks.items():
             source = source.replace(self._markers[kind], mark)
         return source
 
     def show_markers(self, rendered: str) -> str:
-        """Return a rendered text as the model's own template writes it."""
+        """Return a rendered text with the model's markers in place of the unguessable marks."""
         if not self._marks:
             return rendered
         return self._any_mark.sub(lambda found: self._markers[self._marks[found[0]]], rendered)
 
     def marker(self, kind: ItemKind) -> str:
-        """Return the text that the template writes for an item."""
+        """Return the model's marker for an item of a kind."""
         return self._markers[kind]
 
     def split(self, rendered: str) -> tuple[list[str], list[ItemKind]]:
-        """Return the texts between the marks of a rendered text, and the kinds of these marks: one less than texts."""
+        """Return the texts around the marks of a rendered text, and the kind of each mark: one less than texts."""
         if not self._marks:  # A search for nothing takes long in a long text.
             return [rendered], []
         kinds = [self._marks[mark] for mark in self._any_mark.findall(rendered)]
@@ -60,11 +60,12 @@ class MediaMarks:
 class ReservedTokens:
     """A tokenizer whose reserved tokens have unguessable texts.
 
-    So a prompt with media is tokenized as one text, as in the model's training: many tokenizers treat the beginning of
-    a text in another way than the rest. What a client writes like a reserved token is ordinary text.
+    A prompt with media can then be tokenized as one text, as in the model's training. This matters because many
+    tokenizers treat the beginning of a text differently. A client's text that looks like a reserved token is ordinary
+    text.
 
     Args:
-        file: the model's tokenizer.json.
+        file: contents of the model's tokenizer.json.
         names: the model's own texts of the reserved tokens, by id.
     """
 
@@ -85,7 +86,7 @@ class ReservedTokens:
 
 
 def _rename(model: Json, renamed: Mapping[str, str]) -> None:
-    """Rename tokens in the vocabulary. No merge makes one of them any more."""
+    """Rename tokens in the vocabulary, and remove the merges that make them."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         for name, text in renamed.items():

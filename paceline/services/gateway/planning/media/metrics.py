@@ -36,7 +36,7 @@ class MediaMetrics:
 
     @contextlib.contextmanager
     def counted(self, kind: ItemKind, phase: Phase) -> Iterator[None]:
-        """Count an item and its time by how the `with` statement ends."""
+        """Count an item, its time and its outcome, which is how the `with` block ends."""
         began, outcome = time.monotonic(), "failed"
         try:
             yield
@@ -55,5 +55,5 @@ class MediaMetrics:
             self._seconds.labels(kind, phase).inc(time.monotonic() - began)
 
     def count_bytes(self, kind: ItemKind, size: int) -> None:
-        """Count the bytes of a file that has come."""
+        """Count the bytes of a file that was read."""
         self._bytes.labels(kind).inc(size)

@@ -21,7 +21,7 @@ _DETAILS = ("auto", "low", "high", "original")
 
 
 class Placed(Body):
-    """The base of parts that know where in the request they are."""
+    """Base class of message parts that know their path in the request."""
 
     _place: str = PrivateAttr("")
 
@@ -32,7 +32,7 @@ class Placed(Body):
 
 
 def name_places(body: object, place: str) -> None:
-    """Set the place of all parts in `body`, which is at `place` itself. Parts that know a place keep it."""
+    """Set the paths of all parts in `body`, whose own path is `place`. Parts that have a path already keep it."""
     for path, part in _parts_of(body, place):
         part._place = part._place or path
 
@@ -45,7 +45,7 @@ def pin_meanings(body: object, media: Expansions) -> None:
 
 
 def _parts_of(body: object, place: str) -> Iterator[tuple[str, Placed]]:
-    """Yield the places and the parts in `body`, which is at `place` itself."""
+    """Yield the path and the part of each part in `body`, whose own path is `place`."""
     if isinstance(body, Placed):
         yield place, body
     elif isinstance(body, list):
@@ -60,7 +60,7 @@ def _parts_of(body: object, place: str) -> Iterator[tuple[str, Placed]]:
 
 
 class MediaPart(Placed):
-    """An image, a video or audio in a message. A part without a URL stands for an earlier item with the same uuid."""
+    """An image, a video or audio in a message. A part without a URL stands for the earlier item with the same uuid."""
 
     model_config = ConfigDict(json_schema_extra=lambda schema: _as_clients_write(schema))
 
@@ -68,11 +68,12 @@ class MediaPart(Placed):
     url: str | None = None
     uuid: str | None = None
     digest: str = ""
-    """See `MediaItem.digest`. This server adds the digest to a stored part that has only a uuid."""
+    """Digest of the item that the uuid must stand for; "" for any item. This server adds it to a stored part that has
+    only a uuid."""
     detail: str = "auto"
-    """OpenAI's wish for the size of an image, which is kept and changes nothing: `mm_processor_kwargs` does."""
+    """OpenAI's field for an image's resolution. It is kept and has no effect; use `mm_processor_kwargs` instead."""
     audio_format: str | None = None
-    """The `format` of an `input_audio`."""
+    """The field `format` of an `input_audio`, such as "wav"; None for other parts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,7 +124,7 @@ class MediaPart(Placed):
 
 
 def _url(given: Any, field: str) -> str | None:
-    """Return the URL in `given`, which may be an object or, as vLLM allows it, the URL itself."""
+    """Return the URL in `given`: an object with a `url`, or the URL itself, which vLLM allows."""
     if isinstance(given, dict):
         given = given.get("url")
     if given is not None and not isinstance(given, str):
@@ -132,7 +133,7 @@ def _url(given: Any, field: str) -> str | None:
 
 
 def _audio_url(given: Any) -> str | None:
-    """Return the data of an `input_audio` as a URL."""
+    """Return the data of an `input_audio` as a data: URL."""
     if given is None:
         return None
     data, form = (given.get("data"), given.get("format")) if isinstance(given, dict) else (None, None)
@@ -142,7 +143,7 @@ def _audio_url(given: Any) -> str | None:
 
 
 def data_url(media_type: str, data: str) -> str:
-    """Return data in base64 as a URL. Data that is such a URL already stays as it is."""
+    """Return data in base64 as a data: URL. Data that already is such a URL stays unchanged."""
     return data if data[:5].lower() == "data:" else f"data:{media_type};base64,{data}"
 
 
@@ -152,7 +153,7 @@ def _error(message: str) -> PydanticCustomError:
 
 
 def _as_clients_write(schema: Json) -> None:
-    """Change the JSON schema of MediaPart into that of what clients send."""
+    """Change the JSON schema of MediaPart into the schema of the parts that clients send."""
     about = {key: schema[key] for key in ("title", "description")}
     text, null = {"type": "string"}, {"type": "null"}
     link = {"anyOf": [{"type": "object", "properties": {"url": text}, "required": ["url"]}, text, null]}

@@ -28,29 +28,28 @@ from paceline.services.gateway.planning.media.channel import Channel, ChannelErr
 from paceline.services.gateway.planning.media.items import Fit, ImageSize
 
 START_SECONDS = 60.0
-"""Longest time for a process to start."""
+"""Longest time for a process to start, in seconds."""
 END_SECONDS = 10.0
-"""Longest time for a process that was killed to end. The system may still free its memory and its network."""
+"""Longest time for a killed process to end, in seconds, because the system has to free its memory and network."""
 MAX_WAITING = 256
-"""Items that may wait for a process; the requests of further ones get 429."""
+"""Largest number of items that wait for a process. The requests of further items get 429."""
 ITEMS = 500
-"""A process is replaced after this many items, because decoders may leak memory."""
+"""Number of items that one process decodes. Then it is replaced, because decoders may leak memory."""
 GRACE_SECONDS = 0.25
-"""A process whose item nobody wants any more may finish it within this time, because another one takes longer to start.
-"""
+"""Seconds that a process has to finish an item whose request was cancelled. Starting another process takes longer."""
 _BASE_BYTES = 1 << 30
-"""Address space of a process before it decodes: mostly code of libraries."""
+"""Address space of a process before it decodes, in bytes: mostly code of libraries."""
 _BYTES_PER_PIXEL = 16
-"""Memory for each pixel of the largest image while it is decoded, converted and turned."""
+"""Memory for each pixel of the largest image while it is decoded, converted and rotated, in bytes."""
 
 log = logging.getLogger(__name__)
 
 
 class DecodeProcess:
-    """One child process, which decodes one item at a time. It starts when the first item comes, if not before.
+    """One child process, which decodes one item at a time. It starts by `start`, or with the first item.
 
     Args:
-        memory: the most bytes of address space that it may use.
+        memory: largest size of its address space, in bytes.
     """
 
     def __init__(self, memory: int) -> None:
@@ -60,7 +59,7 @@ class DecodeProcess:
         self._lock = threading.Lock()
         self._items = 0
         self.is_usable = True
-        """Whether it can decode another item."""
+        """Whether this process can decode another item."""
 
     @property
     def pid(self) -> int | None:
@@ -70,14 +69,14 @@ class DecodeProcess:
     def decode(
         self, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None = None
     ) -> tuple[Facts, NDArray[Any]]:
-        """Return the facts about an item and its array. Blocks.
+        """Have an item decoded, and wait. Return the decoder's facts about the item, and its array.
 
         Args:
-            fit: says to which size an image is resized.
+            fit: returns the size to which an image is resized.
 
         Raises:
             InvalidRequestError: `fit` refuses the image.
-            MediaError: the item cannot be decoded within the time.
+            MediaError: the item cannot be decoded, or not within `seconds`.
             UnavailableError: the process cannot be started.
         """
         with self._lock:
@@ -100,13 +99,13 @@ class DecodeProcess:
             self._start()
 
     def kill(self) -> None:
-        """End the process at once, whatever it does. A call of `decode` in another thread fails."""
+        """Kill the process at once. A call of `decode` in another thread fails."""
         self.is_usable = False
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """End the process, and wait until it has ended, up to END_SECONDS."""
+        """Kill the process, and wait up to END_SECONDS for its end."""
         self.kill()
         with self._lock:  # a call of `decode` in another thread may still be starting the process
             if self._process is not None:
@@ -120,7 +119,7 @@ class DecodeProcess:
     def _exchange(
         self, channel: Channel, job: dict[str, Any], data: bytes | bytearray, seconds: float, fit: Fit | None
     ) -> tuple[Facts, NDArray[Any]]:
-        """Send an item and return the answer to it. Raises MediaError, or the errors of `fit` and of the channel."""
+        """Send an item and return its facts and array. Raises MediaError, and the errors of `fit` and the channel."""
         deadline = time.monotonic() + seconds
         channel.send({**job, "asks": fit is not None}, data, seconds)
         answer, payload = channel.receive(job["max_bytes"], deadline - time.monotonic())
@@ -148,7 +147,7 @@ class DecodeProcess:
         return facts_of(job["kind"], answer, len(array)), array
 
     def _start(self) -> Channel:
-        """Return the channel to the process, which is started if it does not run."""
+        """Return the channel to the process. Start the process if it does not run."""
         if self._channel is not None and self._process is not None and self._process.poll() is None:
             return self._channel
         if self._channel is not None:
@@ -177,7 +176,7 @@ class DecodeProcess:
 
 
 class DecodePool:
-    """Decodes items in a few processes, which start when they are first needed, or by `start`.
+    """Decodes items in a few processes, which start when they are first needed; `start` starts one earlier.
 
     Args:
         memory: the memory for media, from which the budgets of requests come.
@@ -185,20 +184,20 @@ class DecodePool:
 
     def __init__(self, config: GatewayConfig, memory: MemoryBudget) -> None:
         self.seconds = config.media_decode_seconds
-        """The most time that an item may wait for a process, and then be decoded."""
+        """Longest wait of an item for a process, and longest time of its decoding, in seconds."""
         self._process_memory = _BASE_BYTES + _BYTES_PER_PIXEL * config.max_image_pixels + memory.of_item
         self._idle: list[DecodeProcess] = []
         self._busy: set[DecodeProcess] = set()
         self._running = InUse()
-        """Items in a process, until their callers see the results."""
+        """Counts items from the time they get a process until their callers have the results."""
         self._threads = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode")
         self._enders = concurrent.futures.ThreadPoolExecutor(config.media_processes, "decode-end")
         self._ending: set[asyncio.Future[None]] = set()
-        """Ends of processes that are waited for."""
+        """Tasks that wait for the ends of processes."""
         self._slots = asyncio.Semaphore(config.media_processes)
         self._long_slots = asyncio.Semaphore(max(1, config.media_processes - 1))
         self.waiting = 0
-        """Items that wait for a process."""
+        """Number of items that wait for a process."""
         self._is_closed = False
 
     @property
@@ -220,10 +219,10 @@ class DecodePool:
         budget: RequestBudget,
         fit: Fit | None = None,
     ) -> tuple[Facts, NDArray[Any]]:
-        """Return the facts about an item and its array, whose bytes `budget` has counted.
+        """Decode an item. Return the decoder's facts about it, and its array, whose bytes `budget` has counted.
 
         Args:
-            fit: says to which size an image is resized. Called in a thread.
+            fit: returns the size to which an image is resized. It runs in a thread.
 
         Raises:
             InvalidRequestError: `fit` refuses the image.
@@ -257,7 +256,7 @@ class DecodePool:
 
     @contextlib.asynccontextmanager
     async def _slot(self, kind: str) -> AsyncIterator[None]:
-        """Wait until a process is free. Videos and audio leave one free for images, which take less time."""
+        """Hold a free process. Videos and audio leave one process free for images, which take less time."""
         if self.waiting >= MAX_WAITING:
             raise BusyError("too many images, videos and audio clips wait to be decoded; try again later")
         slots = [self._slots] if kind == "image" else [self._long_slots, self._slots]
@@ -304,7 +303,7 @@ class DecodePool:
                 self._end(process)
 
     def _end(self, process: DecodeProcess) -> None:
-        """End a process, while its item is answered: nobody waits for a process that ends slowly."""
+        """End a process in a thread, so that no request waits for a process that ends slowly."""
         ending = asyncio.get_running_loop().run_in_executor(self._enders, process.end)
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)

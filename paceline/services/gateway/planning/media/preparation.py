@@ -22,14 +22,14 @@ Json = Mapping[str, Any]
 
 
 class MediaPreparer:
-    """Makes what stands in prompts for the items of requests.
+    """Makes the expansions of requests' items for their prompts.
 
     Args:
-        processor: the model's preprocessing; None if it takes text alone.
+        processor: the model's preprocessing; None if the model takes text alone.
         service: loads items.
 
     Raises:
-        ConfigError: an option is not valid.
+        ConfigError: a media option of the gateway is not valid.
     """
 
     def __init__(self, config: GatewayConfig, processor: Processor | None, service: MediaService) -> None:
@@ -63,23 +63,23 @@ class MediaPreparer:
         keeps_newest: bool = False,
         run: Callable[..., Awaitable[T]] = asyncio.to_thread,
     ) -> T:
-        """Return what `make` makes of the request's media. `make` runs in threads.
+        """Load a request's media, and return the result of `make` for their expansions. `make` runs in threads.
 
-        It runs twice if there are media, first without them. So an error of the request that has nothing to do with
-        its media, such as a text that is too long, comes before anything is fetched.
+        If there are media, `make` runs twice, first with empty expansions. So an error of the request that has nothing
+        to do with its media, such as a text that is too long, is raised before anything is fetched.
 
         Args:
-            items: the media of a request, which the model takes.
+            items: the media of a request, all of kinds that the model takes.
             budget: counts the media, and afterwards the inputs that were made of them.
             options: the request's `mm_processor_kwargs`.
-            owner: who sends the request. Only the same owner can use an item's uuid later.
-            param: the field of the request that errors name if they are about no single item.
-            most_tokens: the most placeholder tokens that the media may have together; None if this is not known.
-            keeps_newest: whether too many items are no error. Then `make` gets the last ones, as many as are allowed.
+            owner: the owner of the request's key. Only the same owner can use an item's uuid later.
+            param: the field of the request that errors name if they do not concern a single item.
+            most_tokens: largest number of placeholder tokens of all media together; None if it is not known.
+            keeps_newest: whether items above a limit are left out, the oldest first; otherwise they are an error.
             run: runs a function on a thread.
 
         Raises:
-            InvalidRequestError: an item, an option or a number of items is wrong; or what `make` raises.
+            InvalidRequestError: an item, an option or a number of items is wrong; or `make` raises it.
             BusyError: too many items are being loaded.
             UnavailableError: the process that decodes cannot be started.
         """
@@ -114,7 +114,7 @@ class MediaPreparer:
         return self._processor.with_options(options)
 
     def _newest(self, items: Sequence[MediaItem]) -> list[MediaItem]:
-        """Return the last items, as many as are allowed. An item with only the uuid of an earlier one is that item."""
+        """Return the last items, as many as the limits allow. An item with only a uuid counts as the earlier one."""
         whole: list[MediaItem] = []
         sent: dict[tuple[str, str | None], MediaItem] = {}
         for item in items:
@@ -145,7 +145,7 @@ class MediaPreparer:
                 )
 
     def _find_known(self, items: Sequence[MediaItem], processor: Processor, owner: str) -> dict[MediaItem, Expansion]:
-        """Return what is kept of items that have only a uuid, unless the request has their data before them."""
+        """Return the kept expansions of items that have only a uuid and whose data is not earlier in the request."""
         wanted = [item for item, _, sent in without_data(items) if sent is None]
         found = {item: self._recent.get(_key(item, processor, owner)) for item in wanted}
         return {item: expansion for item, expansion in found.items() if expansion is not None}

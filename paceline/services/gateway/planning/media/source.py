@@ -16,21 +16,21 @@ from paceline.services.gateway.planning.media.fetch import Fetcher
 from paceline.services.gateway.planning.media.items import JPEG
 
 _BASE64_CHARACTERS = 1 << 20
-"""Characters of base64 that are decoded at once; other requests wait meanwhile. A multiple of 4."""
+"""Number of base64 characters that are decoded at once, a multiple of 4. Other requests wait meanwhile."""
 _QUOTED = {"%2B": "+", "%2b": "+", "%2F": "/", "%2f": "/", "%3D": "=", "%3d": "=", "%2C": ",", "%2c": ","}
-"""Characters that a URL of base64 may have in percent-encoding."""
+"""Percent-encodings that a data: URL may have in its base64 text, and their characters."""
 _BREAKS = dict.fromkeys(("\r", "\n", "%0D", "%0d", "%0A", "%0a"), "")
 """Line breaks, which many programs write into base64."""
 _JPEG_FRAMES = ("data:video/jpeg;", "data:video/jpg;")
-"""Beginnings of a video that is sent as vLLM allows it: as JPEG files with commas between them."""
+"""Beginnings of the data: URL of a video that is sent as JPEG files with commas between them, which vLLM allows."""
 
 
 class MediaSources:
     """Reads items from all sources.
 
     Args:
-        threads: for reading files, which may block.
-        folder: the only folder from which files are read; "" reads none.
+        threads: threads for reading files, because reading may block.
+        folder: the only folder below which files may be read; "" forbids file: URLs.
     """
 
     def __init__(self, fetcher: Fetcher, threads: concurrent.futures.Executor, folder: str) -> None:
@@ -39,7 +39,7 @@ class MediaSources:
         self._folder = folder
 
     async def read(self, url: str, seconds: float, take: Take) -> bytes | bytearray:
-        """Return the bytes of an item, after `take` has counted them, within a time.
+        """Return the bytes of the item at a URL within `seconds`, after `take` has counted them.
 
         Raises MediaError, and whatever `take` raises.
         """
@@ -69,7 +69,7 @@ class MediaSources:
 async def read_data_url(url: str, max_bytes: int) -> bytearray:
     """Return the contents of a data: URL in base64. Raises MediaError if it is malformed or too large.
 
-    The frames of a video that is sent as JPEG files follow each other, which is a video in the format MJPEG.
+    The JPEG files of a video that is sent as such are joined, which makes a video in the format MJPEG.
     """
     head, comma, text = url.partition(",")
     if not comma or not head.lower().endswith(";base64"):
@@ -120,9 +120,9 @@ def file_path(url: str, folder: str) -> Path:
 
 
 def read_file(path: Path, folder: Path, max_bytes: int) -> bytes:
-    """Return the contents of a regular file below a folder. Symbolic links may not lead out of it.
+    """Return the contents of a regular file below a folder. Symbolic links may not lead out of the folder.
 
-    Raises MediaError if there is no such file, or it is too large.
+    Raises MediaError if there is no such file, or if the file is too large.
     """
     # The message is the same whether a file exists or not, because clients may not look for files elsewhere.
     refused = MediaError("there is no such file below --allowed-local-media-path")
@@ -143,7 +143,10 @@ def read_file(path: Path, folder: Path, max_bytes: int) -> bytes:
 
 
 def _open_below(folder: Path, inner: Path) -> int:
-    """Return a descriptor of a file. It follows no link, because one may have been made after the path was resolved."""
+    """Open a file without following links, and return its descriptor.
+
+    A link may have been made after the path was resolved.
+    """
     current = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     for number, name in enumerate(inner.parts, 1):
         kind = os.O_NONBLOCK if number == len(inner.parts) else os.O_DIRECTORY

@@ -1,4 +1,4 @@
-"""Decodes videos: some frames of a whole file."""
+"""Decodes videos: sampled frames of a file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paceline.services.gateway.planning.media.decoded import BrokenItemError
 from paceline.services.gateway.planning.media.items import FrameSampling
 
 _MAX_FRAMES = 1_000_000
-"""Largest number of frames in a file. Reading their places takes a second."""
+"""Largest number of frames in a file. Reading the times of so many takes a second."""
 _INDEXED_FORMATS = frozenset({"mp4", "matroska", "avi"})
-"""Containers with an index, in which a key frame is found exactly. Others are decoded from their beginning."""
+"""Containers with an index, by which key frames are found exactly. Other videos are decoded from their beginning."""
 
 
 def decode(
@@ -36,12 +36,12 @@ def decode(
 ) -> tuple[dict[str, Any], NDArray[np.uint8]]:
     """Return sampled frames of a video as RGB: [frames, height, width, 3].
 
-    The facts before them are their `timestamps`, in seconds from the first frame that is shown.
+    The first returned value has the facts: the frames' `timestamps`, in seconds from the first frame that is shown.
 
     Args:
-        max_bytes: the size of the largest array.
-        max_pixels: the pixels of the largest frame, which is refused before it is decoded.
-        max_seconds: the longest video.
+        max_bytes: largest size of the array of all frames.
+        max_pixels: largest number of pixels of a frame in the file. Larger ones are refused before they are decoded.
+        max_seconds: length of the longest video, in seconds.
         sampling: the fields of a `FrameSampling`.
 
     Raises BrokenItemError, or any error of PyAV.
@@ -69,11 +69,11 @@ def decode(
 
 
 def sample(total: int, rate: float, sampling: FrameSampling) -> list[int]:
-    """Return the numbers of the wanted frames of a video. Both ways to spread them are those of transformers.
+    """Return the numbers of the wanted frames of a video, from 0, spread as in transformers.
 
     Args:
-        total: frames of the video.
-        rate: its frames per second.
+        total: number of frames of the video.
+        rate: frames per second of the video.
     """
     most = min(sampling.most, total)
     count = most
@@ -85,7 +85,7 @@ def sample(total: int, rate: float, sampling: FrameSampling) -> list[int]:
 
 
 def _frame_pixels(sampling: FrameSampling, count: int, max_pixels: int) -> int:
-    """Return the most pixels of each of `count` frames."""
+    """Return the largest number of pixels that each of `count` frames may have after scaling."""
     bounds = (max_pixels, sampling.max_pixels, sampling.total_pixels and sampling.total_pixels // count)
     return min(bound for bound in bounds if bound is not None)
 
@@ -95,18 +95,18 @@ class _Index:
     """The times of a file's frames, in units of `time_base` seconds."""
 
     times: list[int]
-    """When frames are shown. The list has no frames that an edit list hides."""
+    """Times at which frames are shown, ascending, without frames that an edit list hides."""
     key_times: list[int]
-    """The frames at which decoding can begin, hidden ones included."""
+    """Times of the frames at which decoding can begin, ascending, hidden frames included."""
     begin: int
-    """The decoding time of the first packet."""
+    """The decoding time of the first packet, for seeking to the beginning of the video."""
     time_base: Fraction
     duration: float
-    """Seconds."""
+    """Length of the video in seconds."""
     rate: float
     """Frames per second on average."""
     is_exact: bool
-    """Whether the times of packets are those of their frames. AVI gives B-frames of H.264 the times of decoding."""
+    """Whether packets have the times of their frames. In AVI, packets of H.264's B-frames have decoding times."""
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ def _open(data: memoryview, max_pixels: int) -> Iterator[tuple[InputContainer, V
 
 
 def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
-    """Read where the frames are without decoding them. What the file's head says about this may be wrong."""
+    """Read the times of all frames without decoding the frames. The file's head may be wrong about them."""
     times: set[int] = set()
     key_times: list[int] = []
     begin: int | None = None
@@ -163,9 +163,9 @@ def _read_index(container: InputContainer, stream: VideoStream) -> _Index:
 
 
 def _frames_at(container: InputContainer, stream: VideoStream, times: list[int], index: _Index) -> Iterator[VideoFrame]:
-    """Yield the frame that is shown at each time, as long as there are frames.
+    """Yield the frame that is shown at each of the ascending times, until the file ends.
 
-    Frames in between are decoded only if no key frame leads to a wanted frame more quickly.
+    Frames between two wanted ones are decoded only if no key frame lies between the two, or the file has no index.
     """
     can_seek = not _INDEXED_FORMATS.isdisjoint(container.format.name.split(","))
     decoded = container.decode(stream)
@@ -195,10 +195,10 @@ def _numbered(container: InputContainer, stream: VideoStream, numbers: Sequence[
 def _decode_from(
     container: InputContainer, stream: VideoStream, begins: Sequence[int], time: int
 ) -> Iterator[VideoFrame]:
-    """Return frames from the first of some places from which the frame at a time is reached, or from the last place.
+    """Return the frames from the first place in `begins` at or before the frame of `time`, or from the last place.
 
-    The index of AVI counts frames in the order of decoding. If key frames are close together, seeking one by the time
-    when it is shown finds a later one.
+    Several places are needed because AVI's index counts frames in the order of decoding: if key frames are close
+    together, seeking a key frame by the time when it is shown finds a later one.
     """
     for begin in begins:
         container.seek(begin, stream=stream)
@@ -210,16 +210,16 @@ def _decode_from(
 
 
 def _turns(frame: VideoFrame) -> int:
-    """Return by how many right angles a frame is turned to the left to be shown."""
+    """Return the rotation of a shown frame, in right angles to the left."""
     return round(frame.rotation / 90) % 4
 
 
 class _Pictures:
-    """Frames as RGB in one array, which is made when the first frame comes.
+    """Collects frames as RGB in one array, which is made when the first frame comes.
 
     Args:
-        count: the number of frames.
-        max_bytes: the size of the largest array.
+        count: largest number of frames.
+        max_bytes: largest size of the array of all frames.
         max_pixels: larger frames are scaled down to this many pixels.
     """
 
@@ -233,7 +233,7 @@ class _Pictures:
         self._array = np.empty((0, 0, 0, 3), np.uint8)
 
     def add(self, frame: VideoFrame) -> None:
-        """Add a frame, turned as it says, in the size of the first one."""
+        """Add a frame, rotated as the file says, in the size of the first frame."""
         if not self._added:
             self._begin(frame)
         turns = _turns(frame)

@@ -25,18 +25,18 @@ _WORD = re.compile(r"[^\s<{`]*")
 
 _V3 = (f"function{_SEPARATOR}", "\n```json\n", "\n```")
 _V31 = ("", _SEPARATOR, "")
-"""The texts before the name of a call, between name and arguments, and after them."""
+"""The texts before the name of a call, between its name and its arguments, and after its arguments."""
 
 
 class DeepSeek(ToolForm):
-    """Both forms: each call is read in the one in which the model writes it. See the module."""
+    """Calls of DeepSeek V3, R1 and V3.1. Either form is read, whichever the model writes; see the module."""
 
     name = "deepseek"
     trigger = _BEGIN
     markers = (_BEGIN, _END, _CALL_BEGIN, _CALL_END, _SEPARATOR)
     repeats = False
     shapes: tuple[tuple[str, str, str], ...] = (_V31, _V3)
-    """How the model may write a call. Calls are written in the first of them."""
+    """The forms in which a call is read. Calls in prompts are written in the first form."""
 
     def read(self, answer: Answer) -> Steps[None]:
         reader = answer.reader
@@ -70,21 +70,21 @@ class DeepSeek(ToolForm):
 
 
 class DeepSeekV3(DeepSeek):
-    """The form of V3 and R1."""
+    """Calls in the form of V3 and R1: arguments in a code block of JSON."""
 
     name = "deepseek_v3"
     shapes = (_V3,)
 
 
 class DeepSeekV31(DeepSeek):
-    """The form of V3.1."""
+    """Calls in the form of V3.1: arguments as plain JSON."""
 
     name = "deepseek_v31"
     shapes = (_V31,)
 
 
 def _read_call(answer: Answer) -> Steps[None]:
-    """Read a call after its first marker, up to and with its last one."""
+    """Read a call after its first marker, its last marker included."""
     reader = answer.reader
     name = yield from reader.match(_WORD)
     yield from reader.skip_space()

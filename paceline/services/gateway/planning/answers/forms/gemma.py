@@ -1,4 +1,4 @@
-"""FunctionGemma and Gemma 4: objects with bare keys, and texts between markers of their own.
+"""FunctionGemma and Gemma 4: arguments are objects with unquoted keys, and strings stand between special tokens.
 
 <start_function_call>call:find{text:<escape>rain<escape>,limits:{days:3}}<end_function_call>
 <|tool_call>call:find{text:<|"|>rain<|"|>,limits:{days:3}}<tool_call|>
@@ -24,7 +24,7 @@ _BARE_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
 
 class FunctionGemma(ToolForm):
-    """See the module."""
+    """Calls as objects with unquoted keys; see the module."""
 
     name = "functiongemma"
     trigger = "<start_function_call>"
@@ -62,7 +62,7 @@ class FunctionGemma(ToolForm):
         return f"({calls}) {spelling.literal(self.end)}"
 
     def _pass_object(self, reader: Reader, add: Sink) -> Steps[None]:
-        """Pass an object after its first bracket as JSON. Text that is no such object ends it."""
+        """Pass an object after its first bracket to `add` as JSON. Text that fits no object ends the object."""
         open_brackets = ["{"]
         add("{")
         try:
@@ -71,7 +71,7 @@ class FunctionGemma(ToolForm):
             add("".join(_CLOSING[bracket] for bracket in reversed(open_brackets)))
 
     def _pass_members(self, reader: Reader, add: Sink, open_brackets: list[str]) -> Steps[None]:
-        """Pass the rest of the values whose brackets are open."""
+        """Pass the remaining members of all open objects and lists to `add` as JSON."""
         separator = ""
         while open_brackets:
             yield from reader.skip_space()
@@ -95,7 +95,7 @@ class FunctionGemma(ToolForm):
                 yield from self._pass_scalar(reader, add, before)
 
     def _key(self, reader: Reader) -> Steps[str]:
-        """Read a key with its colon. Return both as JSON."""
+        """Read a key and the colon after it. Return both as JSON text."""
         if (yield from self._begins_text(reader)):
             pieces: list[str] = []
             yield from reader.pass_to_end((self.quote,), pieces.append)
@@ -110,7 +110,7 @@ class FunctionGemma(ToolForm):
         return f"{json.dumps(key, ensure_ascii=False)}: "
 
     def _pass_scalar(self, reader: Reader, add: Sink, before: str) -> Steps[None]:
-        """Pass a text, as it comes, or another value without brackets, when it is complete.
+        """Pass a string while it comes, or another value without brackets when it is complete.
 
         Args:
             before: what is added before the value.
@@ -130,7 +130,7 @@ class FunctionGemma(ToolForm):
         add(before + (text if type_of_text(text) is not None else json.dumps(text, ensure_ascii=False)))
 
     def _begins_text(self, reader: Reader) -> Steps[bool]:
-        """Read the marker before a text, if there is a marker."""
+        """Read the marker before a string, if there is one. Return whether there is one."""
         if (yield from reader.peek()) != self.quote[0]:
             return False
         yield from reader.expect(self.quote)
@@ -138,7 +138,7 @@ class FunctionGemma(ToolForm):
 
 
 class Gemma4Form(FunctionGemma):
-    """See the module."""
+    """Calls as objects with unquoted keys; see the module."""
 
     name = "gemma4"
     trigger = "<|tool_call>"
@@ -148,10 +148,10 @@ class Gemma4Form(FunctionGemma):
 
 
 def _written(value: object, quote: str) -> str:
-    """Return a value in the notation.
+    """Return a JSON value as the model writes it.
 
     Args:
-        quote: the marker before and after a text.
+        quote: the marker before and after a string.
     """
     match value:
         case str():
@@ -168,5 +168,5 @@ def _written(value: object, quote: str) -> str:
 
 
 def _key_of(key: str, quote: str) -> str:
-    """Return a key in the notation: bare if it is a name."""
+    """Return a key as the model writes it: without quotes if it is a plain name."""
     return key if _BARE_KEY.fullmatch(key) else _written(key, quote)

@@ -16,7 +16,7 @@ from paceline.services.gateway.planning.answers.reader import Steps
 
 
 class Granite(ToolForm):
-    """See the module. Granite 3.1 writes its marker as `<tool_call>`."""
+    """A marker and a JSON list of calls; see the module. Granite 3.1 writes the marker as `<tool_call>`."""
 
     name = "granite"
     trigger = "<|tool_call|>"
@@ -38,6 +38,6 @@ class Granite(ToolForm):
 
 
 def write_list(calls: Sequence[tuple[str, str]]) -> str:
-    """Return calls, each a name and arguments, as a JSON list."""
+    """Return calls as a JSON list. Each call is a name and its arguments as JSON text."""
     written = (f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {text}}}' for name, text in calls)
     return f"[{', '.join(written)}]"

@@ -25,7 +25,7 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class Harmony(ChannelForm):
-    """See the module."""
+    """Reasoning, content and calls as messages in channels; see the module."""
 
     name = "openai"
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
@@ -79,7 +79,7 @@ class Harmony(ChannelForm):
         return f"({' | '.join(headers)}) {format_} {spelling.literal(_MESSAGE)} {schema(tool)}"
 
     def _read_message(self, answer: Answer, begin: str) -> Steps[str | None]:
-        """Read a message after the first marker of its header. Return the marker after it, None at the end."""
+        """Read a message after the first marker of its header. Return the marker after it; None if the answer ends."""
         reader = answer.reader
         pieces = [begin]
         while (marker := (yield from reader.pass_until(self.markers, pieces.append))) != _MESSAGE:
@@ -96,7 +96,10 @@ class Harmony(ChannelForm):
         return (yield from answer.read_content(self.markers))
 
     def _read_call(self, answer: Answer, name: str) -> Steps[str | None]:
-        """Read a call after its header. Return the marker after it, None at the end. What is no object is content."""
+        """Read a call after its header. Return the marker after the call; None if the answer ends.
+
+        Arguments that are no JSON object become content.
+        """
         reader = answer.reader
         yield from reader.skip_space()
         marker = yield from reader.choose(self.markers)

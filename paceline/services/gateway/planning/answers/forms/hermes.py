@@ -26,7 +26,7 @@ from paceline.services.gateway.planning.answers.reader import Steps
 
 
 class Hermes(ToolForm):
-    """See the module."""
+    """JSON calls between tags; see the module."""
 
     name = "hermes"
     trigger = "<tool_call>"

@@ -12,7 +12,7 @@ NAMES = ("name", "function")
 
 
 def read_calls(answer: Answer, *arguments: str) -> Steps[None]:
-    """Read one call, or a JSON list of calls, each {"name": …, "arguments": {…}}; see `read_call`."""
+    """Read one call, or a JSON list of calls. Each call is an object as in {"name": …, "arguments": {…}}."""
     reader = answer.reader
     yield from reader.skip_space()
     if (yield from reader.peek()) != "[":
@@ -28,19 +28,19 @@ def read_calls(answer: Answer, *arguments: str) -> Steps[None]:
 
 
 def read_call(answer: Answer, *arguments: str) -> Steps[None]:
-    """Read a call that is a JSON object. Its arguments are passed on as they come, once the name is known.
+    """Read a call that is a JSON object. Once its name is known, its arguments are added piece by piece as they come.
 
     Args:
         arguments: names that the member with the arguments may have.
 
     Raises:
-        FormError: the text is no such object, or it has no name of a tool.
+        FormError: the text is no JSON object, or the object has no name of a tool.
     """
     reader = answer.reader
     add: Callable[[str], None] | None = None
     has_arguments = False
     early: list[str] = []
-    """Arguments that came before the name."""
+    """Pieces of the arguments that came before the name."""
     while (member := (yield from reader.json_members())) is not None:
         if member in NAMES and add is None:
             name = yield from reader.json_string()

@@ -1,4 +1,4 @@
-"""Llama 3.1 to 3.3: JSON that is the whole answer, or that follows a marker; several calls with semicolons.
+"""Llama 3.1 to 3.3: JSON that is the whole answer, or that follows a marker; semicolons separate calls.
 
 {"name": "find", "parameters": {"text": "rain"}}; {"name": "stop", "parameters": {}}
 """
@@ -16,7 +16,10 @@ from paceline.services.gateway.planning.answers.reader import Reader, Steps
 
 
 class Llama3Json(ToolForm):
-    """See the module. An answer in JSON whose first member is no "name" is content."""
+    """Calls as JSON objects, with or without a marker; see the module.
+
+    An answer in JSON is content if the first member of the object is not "name".
+    """
 
     name = "llama3_json"
     trigger = "<|python_tag|>"

@@ -23,7 +23,7 @@ _ID = re.compile(r"[A-Za-z0-9]*")
 
 
 class Mistral(ToolForm):
-    """See the module."""
+    """Calls after the marker [TOOL_CALLS], in the older or the newer form; see the module."""
 
     name = "mistral"
     trigger = "[TOOL_CALLS]"

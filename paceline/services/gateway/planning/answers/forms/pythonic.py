@@ -2,8 +2,8 @@
 
 [find(text="rain", count=3), stop()]
 
-Llama 4 may write markers around the list. OLMo 3 writes markers, and in place of a list one call a line. Arguments are
-literals of Python. The same words are understood in JSON's spelling: `true` beside `True`, `null` beside `None`.
+Llama 4 may write markers around the list. OLMo 3 writes markers, and one call per line instead of a list. Arguments are
+Python literals; JSON's spelling of words is read, too: `true` for `True`, `null` for `None`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from paceline.services.gateway.planning.answers.form import ToolForm
 from paceline.services.gateway.planning.answers.reader import FormError, Reader, Sink, Steps
 
 KEY = re.compile(r"[\w.$@/-]*")
-"""The name of an argument without quotes. It may be no identifier of Python, because tools have such names."""
+"""The name of an argument without quotes. Tools may use names that are not identifiers in Python."""
 
 _WORDS = {**PYTHON_WORDS, **{word: word for word in PYTHON_WORDS.values()}}
 _WORD = re.compile(r"""[^\s,()\[\]{}:="']*""")
 _JSON_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
-"""Number of hexadecimal digits after an escape."""
+"""Number of hexadecimal digits after the letter of an escape."""
 
 _NAME = re.compile(r"[\w.-]*")
 _NOTATION: Notation = {"notation": ["python"]}
 
 
 def pass_literal(reader: Reader, sink: Sink) -> Steps[None]:
-    """Pass one literal to a sink as JSON text, as it comes. Tuples are lists, and unknown words are strings.
+    """Pass one Python literal to a sink as JSON text, while it comes. Tuples become lists, and unknown words strings.
 
     Raises:
         FormError: the text is no literal.
-        EndOfAnswerError: the answer ends within the literal. What came of it has been passed.
+        EndOfAnswerError: the answer ends within the literal. Its beginning has been passed.
     """
     expected: list[str] = []
-    """The closing brackets of all open ones."""
+    """The closing bracket for each open bracket."""
     before = ""
-    """The JSON text between the value before and the next one. It is written once the next one is there."""
+    """The JSON text between the last value and the next one. It is passed when the next value begins."""
     while True:
         yield from reader.skip_space()
         first = yield from reader.peek()
@@ -73,7 +73,7 @@ def pass_literal(reader: Reader, sink: Sink) -> Steps[None]:
 
 
 def pass_string(reader: Reader, sink: Sink) -> Steps[None]:
-    """Pass a string to a sink as JSON text, as it comes. See `pass_literal`."""
+    """Pass a Python string to a sink as a JSON string, while it comes. Raises the errors of `pass_literal`."""
 
     quote = yield from reader.take()
     sink('"')
@@ -83,7 +83,7 @@ def pass_string(reader: Reader, sink: Sink) -> Steps[None]:
 
 
 def write_literal(value: Any) -> str:
-    """Return a value from JSON as a literal."""
+    """Return a JSON value as a Python literal."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{write_literal(name)}: {write_literal(item)}" for name, item in value.items()) + "}"
     if isinstance(value, list):
@@ -92,7 +92,7 @@ def write_literal(value: Any) -> str:
 
 
 def write_key(name: str) -> str:
-    """Return the name of an argument, in quotes if it must have them."""
+    """Return the name of an argument, in quotes if `KEY` does not match the whole name."""
     return name if name and KEY.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -108,7 +108,7 @@ def _pass_scalar(reader: Reader, sink: Sink, is_key: bool) -> Steps[None]:
 
 
 def _to_json(word: str) -> str:
-    """Return the JSON text of a word. Numbers stay as they are, unless only Python has their spelling."""
+    """Return the JSON text of a word or number. Numbers in a spelling that only Python has are spelled anew."""
     if word in _WORDS:
         return _WORDS[word]
     number = re.sub(r"^\+|_", "", word)
@@ -117,7 +117,7 @@ def _to_json(word: str) -> str:
 
 
 def _pass_escape(reader: Reader, sink: Sink) -> Steps[None]:
-    """Pass an escape after its backslash."""
+    """Pass the character of an escape, whose backslash has been read, as JSON text."""
     character = yield from reader.take()
     if character in '\\"bfnrt':
         sink("\\" + character)
@@ -137,7 +137,7 @@ def _pass_escape(reader: Reader, sink: Sink) -> Steps[None]:
 
 
 class Pythonic(ToolForm):
-    """A list that is the whole answer; see the module."""
+    """Calls as a Python list that is the whole answer; see the module."""
 
     name = "pythonic"
     bare_start: tuple[str, ...] = (r"\[", r"[\w.-]+\(")
@@ -184,7 +184,7 @@ class Pythonic(ToolForm):
 
 
 class Llama4Pythonic(Pythonic):
-    """The form of Llama 4; see the module."""
+    """Calls of Llama 4: a Python list, perhaps between markers; see the module."""
 
     name = "llama4_pythonic"
     trigger = "<|python_start|>"
@@ -193,7 +193,7 @@ class Llama4Pythonic(Pythonic):
 
 
 class Olmo3(Pythonic):
-    """The form of OLMo 3; see the module."""
+    """Calls of OLMo 3: one Python call per line, between markers; see the module."""
 
     name = "olmo3"
     trigger = "<function_calls>"
@@ -214,13 +214,13 @@ class Olmo3(Pythonic):
 
 
 def _call_rule(tools: Sequence[ToolSpelling]) -> str:
-    """Return the rule for a call of one of these tools."""
+    """Return the grammar's rule for a call of one of these tools."""
     calls = (f'{quoted(f"{tool.name}(")} {schema(tool, _NOTATION)} ")"' for tool in tools)
     return f"form_call: {' | '.join(calls)}"
 
 
 def _read_call(answer: Answer) -> Steps[None]:
-    """Read a call. It begins once its first argument has, because other text may look the same until then."""
+    """Read a call. It counts as begun from its first argument on, because other text may look the same until then."""
     reader = answer.reader
     name = yield from reader.match(_NAME)
     yield from reader.expect("(")

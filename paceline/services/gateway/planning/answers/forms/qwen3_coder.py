@@ -31,7 +31,7 @@ _ENDS_OF_VALUE = ("\n</parameter>", "</parameter>")
 
 
 class Qwen3Coder(ToolForm):
-    """See the module."""
+    """Calls with a tag for the function and one for each parameter; see the module."""
 
     name = "qwen3_coder"
     trigger = "<tool_call>"
@@ -75,7 +75,7 @@ class Qwen3Coder(ToolForm):
 
 
 def _read_function(answer: Answer) -> Steps[None]:
-    """Read a function after its first tag has begun, up to its last tag."""
+    """Read a called function with its parameters, after the beginning of its first tag and up to its last tag."""
     reader = answer.reader
     name = yield from reader.match(_NAME)
     yield from reader.expect(">")
@@ -96,7 +96,7 @@ def _read_function(answer: Answer) -> Steps[None]:
 
 
 def _read_value(reader: Reader, add: Sink, types: frozenset[str]) -> Steps[None]:
-    """Read a value with its end, and pass it on as JSON of one of these types."""
+    """Read a parameter's value with its closing tag, and pass the value on as JSON of one of these types."""
     if types == {"string"}:
         add('"')
         yield from _pass_value(reader, lambda text: add(escaped(text)))
@@ -108,7 +108,7 @@ def _read_value(reader: Reader, add: Sink, types: frozenset[str]) -> Steps[None]
 
 
 def _pass_value(reader: Reader, sink: Sink) -> Steps[None]:
-    """Pass the text of a value, and read its end. An end that another tag does not follow is a part of the text."""
+    """Pass a value's text, and read its closing tag. A closing tag that no other tag follows belongs to the text."""
     while True:
         end = yield from reader.pass_to_end(_ENDS_OF_VALUE, sink)
         reader.keep()

@@ -1,1 +1,1 @@
-"""The preprocessing of each family of models, without torch: from pixels and samples to the inputs of encoders."""
+"""The preprocessing of each family of models, without torch: turns pixels and samples into inputs of encoders."""

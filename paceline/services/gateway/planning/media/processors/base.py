@@ -1,4 +1,4 @@
-"""The base class of processors."""
+"""The base class of processors, and functions that several families share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from paceline.services.gateway.planning.media.items import (
 )
 
 Pixels = NDArray[np.uint8]
-"""[height, width, 3], RGB."""
+"""An image or a frame as RGB: [height, width, 3]."""
 Samples = NDArray[np.float32]
-"""[samples], mono, from -1 to 1."""
+"""Audio at SAMPLING_RATE: [samples], mono, from -1 to 1."""
 
 MAX_INPUT_BYTES = MAX_MESSAGE_BYTES - (64 << 10)
-"""Size of the largest input of an encoder. It goes to the worker in one message, which has other fields, too."""
+"""Largest size of an encoder's input, in bytes. One message to the worker must hold the input and its other fields."""
 PADDING_SECONDS = 0.1
 """Largest number of seconds of audio that are cut without an error, because MP3 and AAC make clips longer by
 padding."""
 MAX_FRAME_PIXELS = 1 << 22
-"""Larger frames of videos are scaled down when they are decoded."""
+"""Largest number of pixels of a video's frame. Larger frames are scaled down when they are decoded."""
 OPTIONS_FIELD = "mm_processor_kwargs"
 """The field of a request with a processor's options."""
 
@@ -41,8 +41,8 @@ OPTIONS_FIELD = "mm_processor_kwargs"
 class Processor(ABC):
     """The preprocessing of one model. It is immutable and may be used by several threads.
 
-    All sizes that a processor computes from an item are bounded by the model's own, whatever the item's size is. If a
-    model takes no videos or no audio (see `kinds`), its processor leaves out their methods, and nobody calls them.
+    All sizes that a processor computes are bounded by the model's limits, however large an item is. If a model takes no
+    videos or no audio (see `kinds`), its processor leaves out the methods for them.
     """
 
     tokens: MediaTokens
@@ -54,62 +54,62 @@ class Processor(ABC):
 
     @abstractmethod
     def with_options(self, given: Mapping[str, Any]) -> Self:
-        """Return a processor with other options. Raises InvalidRequestError if it has no such option."""
+        """Return a processor with these options. Raises InvalidRequestError if an option is unknown or wrong."""
 
     @abstractmethod
     def tokens_of(self, kind: ItemKind, shape: Sequence[int]) -> int:
-        """Return the fewest placeholder tokens that stand for an item, from its size alone.
+        """Return the smallest number of placeholder tokens of an item, from its size alone.
 
-        So an item that no prompt has room for is refused before its pixels are resized.
+        The number serves to refuse an item that no prompt has room for before its pixels are resized.
 
         Args:
-            shape: that of an image or of samples, or [frames, height, width, 3] of a video.
+            shape: [height, width, 3] of an image, [samples] of audio, or [frames, height, width, 3] of a video.
 
         Raises InvalidRequestError if the model takes no item of this size.
         """
 
     @property
     def audio_seconds(self) -> int:
-        """The longest audio clip that the model takes, in seconds."""
+        """Length of the longest audio clip that the model takes, in seconds."""
         raise NotImplementedError
 
     @abstractmethod
     def fit(self, height: int, width: int) -> ImageSize | None:
-        """Return the size to which an image of this size is resized; None if all of its pixels are needed.
+        """Return the size to which an image of this height and width is resized; None if it keeps its size.
 
         Raises InvalidRequestError if the model takes no image of this size.
         """
 
     @abstractmethod
     def image(self, pixels: Pixels, size: tuple[int, int] | None = None) -> Expansion:
-        """Return what stands in a prompt for an image.
+        """Return the expansion of an image: the tokens that stand for it in a prompt.
 
         Args:
-            pixels: those of the image, or the image resized as `fit` says.
-            size: height and width of the image, if `pixels` were resized.
+            pixels: the image, perhaps resized as `fit` says.
+            size: the image's own height and width; None if `pixels` were not resized.
         """
 
     @property
     def sampling(self) -> FrameSampling:
-        """The frames of a video that the model sees."""
+        """The frames of a video that the model's preprocessing wants."""
         raise NotImplementedError
 
     def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
-        """Return what stands in a prompt for a video.
+        """Return the expansion of a video: the tokens that stand for it in a prompt.
 
         Args:
-            frames: those of `sampling`, in order and all of the same size.
-            seconds: the time of each frame from the beginning.
+            frames: the frames that `sampling` wants, in order and all of the same size.
+            seconds: the time of each frame, in seconds from the video's beginning.
         """
         raise NotImplementedError
 
     def audio(self, samples: Samples) -> Expansion:
-        """Return what stands in a prompt for audio of SAMPLING_RATE. Raises InvalidRequestError if it is too long."""
+        """Return the expansion of an audio clip at SAMPLING_RATE. Raises InvalidRequestError if it is too long."""
         raise NotImplementedError
 
 
 def resized(pixels: Pixels, size: ImageSize) -> Pixels:
-    """Return an image of another size, or the same image if it has this size."""
+    """Return an image resized to `size`; the image itself if it has this size."""
     if pixels.shape[:2] == (size.height, size.width):
         return pixels
     filter = Image.Resampling(size.resample)
@@ -117,9 +117,9 @@ def resized(pixels: Pixels, size: ImageSize) -> Pixels:
 
 
 def fitted_clip(samples: Samples, most_seconds: int) -> Samples:
-    """Return a clip of at most `most_seconds`, without up to PADDING_SECONDS of its end.
+    """Return an audio clip of at most `most_seconds`. Up to PADDING_SECONDS are cut from its end.
 
-    Raises InvalidRequestError if the clip is longer.
+    Raises InvalidRequestError if more would have to be cut.
     """
     seconds = len(samples) / SAMPLING_RATE
     if seconds > most_seconds + PADDING_SECONDS:
@@ -130,7 +130,7 @@ def fitted_clip(samples: Samples, most_seconds: int) -> Samples:
 
 
 def media_input(kind: MediaKind, length: int, values: NDArray[Any]) -> MediaInput:
-    """Return values as the input of an encoder. Raises InvalidRequestError if no message to a worker can hold them."""
+    """Return values as an encoder's input. Raises InvalidRequestError if they do not fit into a message to a worker."""
     if values.nbytes > MAX_INPUT_BYTES:
         raise InvalidRequestError(
             f"it takes {values.nbytes} bytes for the model, and at most {MAX_INPUT_BYTES} can be sent to a worker; "
@@ -140,14 +140,14 @@ def media_input(kind: MediaKind, length: int, values: NDArray[Any]) -> MediaInpu
 
 
 def check_names(given: Mapping[str, Any], known: Sequence[str], place: str = OPTIONS_FIELD) -> None:
-    """Raise InvalidRequestError if there are options that a processor does not have."""
+    """Raise InvalidRequestError if an option is not one of the `known` ones."""
     if unknown := [name for name in given if name not in known]:
         message = f"{place}: this model has no option {unknown[0]!r:.80}; it has {', '.join(known)}"
         raise InvalidRequestError(message, place)
 
 
 def nested_options(given: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
-    """Return the options in a field such as `images_kwargs`. Raises InvalidRequestError if it has others than known."""
+    """Return the options in a field such as `images_kwargs`. Raises InvalidRequestError if one is not `known`."""
     options = given.get(name)
     if options is None:
         return {}
@@ -158,5 +158,5 @@ def nested_options(given: Mapping[str, Any], name: str, known: Sequence[str]) ->
 
 
 def wrong_option(message: str) -> InvalidRequestError:
-    """Return the error for an option with a wrong value."""
+    """Return the error for an option of OPTIONS_FIELD with a wrong value."""
     return InvalidRequestError(f"{OPTIONS_FIELD}: {message}", OPTIONS_FIELD)

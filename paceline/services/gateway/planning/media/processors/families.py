@@ -1,4 +1,4 @@
-"""The processor of each family of models. A new family needs an entry in `FAMILIES`."""
+"""Finds the processor of a model by the model's family. A new family needs an entry in `FAMILIES`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAMILIES: dict[str, Callable[[Json, Json], Processor | None]] = {
     "Qwen3VLForConditionalGeneration": read_qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": read_qwen3_vl,
 }
-"""Functions that read a processor from a model's config and its processor's settings, by the model's architecture."""
+"""For each architecture, the function that reads a processor from the model's config and its processor's settings."""
 
 
 def read_processor(folder: Path) -> Processor | None:

@@ -36,9 +36,9 @@ class Gemma3Processor(Processor):
     end_token: int
     height: int
     width: int
-    """The size of all images, in pixels."""
+    """Height and width to which all images are resized, in pixels."""
     length: int
-    """Tokens of an image."""
+    """Number of placeholder tokens of an image or a crop."""
     resample: Image.Resampling
     pan_and_scan: bool = False
     """Whether a long image is also shown in crops."""
@@ -46,10 +46,10 @@ class Gemma3Processor(Processor):
     """Shortest side of a crop, in pixels."""
     most_crops: int = 4
     least_ratio: float = 1.2
-    """Least ratio of the sides of an image that is shown in crops."""
+    """Smallest ratio of the longer to the shorter side of an image that is also shown in crops."""
 
     def with_options(self, given: Json) -> Gemma3Processor:
-        """Return a processor with other options: `do_pan_and_scan`, also inside `images_kwargs`."""
+        """Return a processor with another value of `do_pan_and_scan`, which may also be inside `images_kwargs`."""
         check_names(given, ("do_pan_and_scan", "images_kwargs"))
         nested = given.get("images_kwargs") or {}
         if isinstance(nested, Mapping):
@@ -84,7 +84,7 @@ class Gemma3Processor(Processor):
         return "\n\n", self.begin_token, TokenRun.of(self.image_token, own), self.end_token, "\n\n"
 
     def _crops(self, pixels: Pixels) -> Iterator[Pixels]:
-        """Yield parts of an image that is much longer than wide, or wider than long; they lie side by side."""
+        """Yield the crops of a long or wide image, which lie side by side; nothing for other images."""
         height, width = pixels.shape[:2]
         longer, shorter = max(height, width), min(height, width)
         if longer / shorter < self.least_ratio:
@@ -100,7 +100,7 @@ class Gemma3Processor(Processor):
 
 
 def read_gemma3(config: Json, settings: Json) -> Gemma3Processor | None:
-    """Return the processor of a model; None if the model has no encoder.
+    """Return the processor of a Gemma 3 model; None if the model has no encoder.
 
     Args:
         config: the values of config.json.
@@ -135,6 +135,6 @@ def read_gemma3(config: Json, settings: Json) -> Gemma3Processor | None:
 
 
 def _token_id(config: Json, name: str, default: int) -> int:
-    """Return the id of a token, which older and newer configs name differently."""
+    """Return the id of a token. Older and newer configs have different names for it."""
     found = config.get(f"{name}_token_index", config.get(f"{name}_token_id"))
     return default if found is None else int(found)

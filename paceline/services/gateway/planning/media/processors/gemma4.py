@@ -46,29 +46,29 @@ _FFT = 512
 _HIGHEST_HZ = 8000.0
 _FLOOR = 1e-3
 _LEAD = _FRAME // 2
-"""Zeros before the first sample, so that the first frame is centred on it."""
+"""Number of zeros before the first sample. They centre the first frame on this sample."""
 
 Json = Mapping[str, Any]
 
 BUDGETS = (70, 140, 280, 560, 1120)
-"""Numbers of tokens that an image may have at most."""
+"""Allowed values of the largest number of tokens of an image."""
 FRAME_BUDGET = 70
 FRAMES = 32
 MEL_SECONDS = 30
-"""Longest audio of models that hear log-mel features."""
+"""Longest audio clip, in seconds, for models whose encoder takes log-mel features."""
 RAW_SECONDS = MAX_INPUT_BYTES // np.dtype(np.float32).itemsize // SAMPLING_RATE
-"""Longest audio of models that hear samples. More samples do not fit into a message to a worker."""
+"""Longest audio clip, in seconds, for models that take raw samples. A message to a worker has no room for more."""
 _FRAMES_PER_TOKEN = 4
-"""Frames of log-mel features for each token of audio."""
+"""Number of frames of log-mel features for each token of audio."""
 
 
 def frame_count(samples: int) -> int:
-    """Return the number of frames of so many samples. A frame counts if one more sample follows it."""
+    """Return the number of frames of log-mel features of a clip. A frame counts if one more sample follows it."""
     return max(0, (samples + _LEAD - _FRAME - 1) // _HOP + 1)
 
 
 def log_mel(samples: Samples) -> NDArray[np.float32]:
-    """Return features [frame_count(samples), MELS]: ln(mel + 0.001) of the magnitudes of windowed frames."""
+    """Return log-mel features [frames, MELS] of a clip: ln(mel + 0.001) of the magnitudes of windowed frames."""
     padded = np.pad(samples, (_LEAD, 0))
     frames = np.lib.stride_tricks.sliding_window_view(padded, _FRAME)[::_HOP][: frame_count(len(samples))]
     magnitudes = np.abs(np.fft.rfft(frames * _window(), n=_FFT, axis=-1))
@@ -77,13 +77,13 @@ def log_mel(samples: Samples) -> NDArray[np.float32]:
 
 @functools.cache
 def _window() -> NDArray[np.float32]:
-    """Return the periodic Hann window."""
+    """Return the periodic Hann window by which each frame of samples is multiplied."""
     return np.hanning(_FRAME + 1)[:-1].astype(np.float32)
 
 
 @functools.cache
 def _filters() -> NDArray[np.float64]:
-    """Return triangular filters [frequencies, MELS], whose corners are evenly spaced on HTK's mel scale."""
+    """Return the triangular mel filters [frequencies, MELS]. Their corners are evenly spaced on HTK's mel scale."""
     corners = _hertz(np.linspace(0.0, _mel(_HIGHEST_HZ), MELS + 2))
     frequencies = np.linspace(0.0, SAMPLING_RATE / 2, _FFT // 2 + 1)
     widths = np.diff(corners)
@@ -108,19 +108,19 @@ class Gemma4Processor(Processor):
     token_ids: Mapping[str, int] = dataclasses.field(hash=False)
     """The ids of the media tokens by their names in config.json, without `_token_id`."""
     hears_samples: bool
-    """Whether audio is raw samples, as in the unified models, and not log-mel features."""
+    """Whether the model takes audio as raw samples, as unified models do; if not, as log-mel features."""
     side: int = 48
-    """Pixels on each side of the square that one token stands for."""
+    """Side of the square of an image that one token stands for, in pixels."""
     samples_per_token: int = 640
     budget: int = 280
     frame_budget: int = FRAME_BUDGET
     video_frames: int = FRAMES
 
     def with_options(self, given: Json) -> Gemma4Processor:
-        """Return a processor with other options, by vLLM's names.
+        """Return a processor with other options, which have vLLM's names.
 
-        `max_soft_tokens` is the budget of an image, also inside `images_kwargs`. `videos_kwargs` may have
-        `max_soft_tokens`, the budget of a frame, and `num_frames`, the most frames of a video.
+        `max_soft_tokens`, also inside `images_kwargs`, is the largest number of tokens of an image. `videos_kwargs` may
+        have `max_soft_tokens`, the largest number of tokens of a frame, and `num_frames`, that of frames of a video.
         """
         check_names(given, ("max_soft_tokens", "images_kwargs", "videos_kwargs"))
         images, videos = (nested_options(given, name, known) for name, known in _NESTED.items())
@@ -185,10 +185,13 @@ _NESTED = {"images_kwargs": ("max_soft_tokens",), "videos_kwargs": ("max_soft_to
 
 
 def fitted_size(height: int, width: int, budget: int, side: int = 48) -> tuple[int, int]:
-    """Return the height and width, multiples of `side`, of an image of about the same shape within a budget of tokens.
+    """Return the height and width, multiples of `side`, of a resized image of about the same shape.
 
-    If the image is so long that one size would vanish, that size is `side`. Then the other one has as many multiples as
-    the longer size of the image has shorter ones.
+    If the image is so long that its shorter side would round to 0, this side becomes `side`, and the other one becomes
+    `side` times the ratio of the image's sides, rounded down.
+
+    Args:
+        budget: largest number of squares of `side` pixels, which are tokens.
     """
     factor = math.sqrt(budget * side**2 / (height * width))
     rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
@@ -229,18 +232,18 @@ _TOKENS: dict[str, tuple[Sequence[str], int]] = {
     # The name that released models have, and the one that transformers writes.
     "eoa": (("eoa_token_id", "eoa_token_index"), 258883),
 }
-"""Names of the media tokens in config.json, and the ids that hold if a config leaves them out."""
+"""Names of the media tokens in config.json, and their ids if a config leaves the names out."""
 
 
 def read_gemma4(config: Json, settings: Json) -> Gemma4Processor | None:
-    """Return the processor of a model; None if the model has no encoders.
+    """Return the processor of a Gemma 4 model; None if the model has no encoders.
 
     Args:
         config: the values of config.json.
         settings: the values of processor_config.json or preprocessor_config.json.
 
     Raises:
-        ModelError: the model's own budget of an image is none that Gemma 4 knows.
+        ModelError: the model's own budget of tokens of an image is not one of BUDGETS.
     """
     ids = {own: _token_id(config, names, default) for own, (names, default) in _TOKENS.items()}
     markers: dict[ItemKind, tuple[int, ...]] = {}

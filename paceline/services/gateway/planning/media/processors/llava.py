@@ -25,7 +25,7 @@ Size = tuple[int, int]
 """Height and width in pixels."""
 
 _MAX_RATIO = 50
-"""An image whose sides differ more would become very large before it is cropped."""
+"""Largest ratio of an image's sides. An image with a larger ratio would become very large before it is cropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class LlavaProcessor(Processor):
     tokens: MediaTokens
     image_token: int
     length: int
-    """Tokens of an image."""
+    """Number of placeholder tokens of an image."""
     size: int | Size | None
-    """Pixels to which an image is resized: its shorter side, or height and width. If None, it is not resized."""
+    """Size to which an image is resized, in pixels: its shorter side, or height and width; None keeps its size."""
     crop: Size | None
-    """Size of the middle that is cut out; smaller images are padded with black. If None, none is cropped."""
+    """Size of the middle that is cut out of the image; smaller images are padded with black. None cuts nothing."""
     resample: Image.Resampling
 
     def with_options(self, given: Json) -> LlavaProcessor:
-        """Return this processor, because it has no options. Raises InvalidRequestError if there are some."""
+        """Return this processor, which has no options. Raises InvalidRequestError if any are given."""
         check_names(given, ())
         return self
 
@@ -82,7 +82,7 @@ def _middle(pixels: Pixels, height: int, width: int) -> Pixels:
 
 
 def read_llava(config: Json, settings: Json) -> LlavaProcessor:
-    """Return the processor of a model.
+    """Return the processor of a LLaVA model.
 
     Args:
         config: the values of config.json.
@@ -114,7 +114,7 @@ def read_llava(config: Json, settings: Json) -> LlavaProcessor:
 
 
 def _size(value: int | Json) -> int | Size:
-    """Return a size of preprocessor_config.json: that of the shorter side, or of both."""
+    """Return a size from preprocessor_config.json: the shorter side, or height and width."""
     if isinstance(value, int):
         return value
     return int(value["shortest_edge"]) if "shortest_edge" in value else (int(value["height"]), int(value["width"]))

@@ -1,4 +1,4 @@
-"""Qwen 3-VL: images of any shape within bounds of pixels, and videos as pairs of frames with their times."""
+"""Qwen 3-VL: images of any shape within bounds of pixels, and videos as pairs of frames with the times of the pairs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from paceline.services.gateway.planning.media.processors.base import (
 Json = Mapping[str, Any]
 
 MAX_RATIO = 200
-"""Largest ratio of the sides of an image or a frame. The model's own processor refuses longer ones, too."""
+"""Largest ratio of the sides of an image or a frame. The model's own processor refuses larger ratios, too."""
 MAX_FPS = 1000
 _SPARE_PIXELS = 4
-"""Frames are decoded with up to this many times the pixels that the model sees, so that they are resized well."""
+"""Largest ratio of a decoded frame's pixels to those that the model sees. Spare pixels improve the resized frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,19 @@ class PixelBounds:
 
     @staticmethod
     def read(own: Json, least: int, most: int) -> PixelBounds:
-        """Return the bounds of a processor with these settings. The numbers are the defaults."""
+        """Return the bounds from a processor's own settings.
+
+        Args:
+            least: default of the smallest number of pixels.
+            most: default of the largest number of pixels.
+        """
         size = own.get("size") or {}
         least = own.get("min_pixels") or size.get("shortest_edge") or least
         most = own.get("max_pixels") or size.get("longest_edge") or most
         return PixelBounds(least, most, most)
 
     def with_options(self, given: Json) -> PixelBounds:
-        """Return other bounds: `min_pixels` and `max_pixels`, or `size` with transformers' names for them."""
+        """Return the bounds, changed by `min_pixels` and `max_pixels`, or by transformers' names for both in `size`."""
         size = given.get("size", {})
         if not isinstance(size, Mapping):
             raise wrong_option("size must be an object with shortest_edge and longest_edge, in pixels of the area")
@@ -85,7 +90,7 @@ class Qwen3VLProcessor(Processor):
     image_token: int
     video_token: int
     side: int
-    """Pixels on each side of the square that one token stands for."""
+    """Side of the square of an image that one token stands for, in pixels."""
     image_bounds: PixelBounds
     video_bounds: PixelBounds
     frames: FrameSampling
@@ -95,11 +100,11 @@ class Qwen3VLProcessor(Processor):
     """Largest number of tokens of a frame; if None, only the bound of the whole video counts."""
 
     def with_options(self, given: Json) -> Qwen3VLProcessor:
-        """Return a processor with other options, by the names of transformers and vLLM.
+        """Return a processor with other options, which have the names of transformers and vLLM.
 
         Images have `min_pixels`, `max_pixels` and `size`. Videos have `size`, and `fps` with `min_frames` and
         `max_frames`, or else `num_frames`. Each may be given by itself, or inside `images_kwargs` or `videos_kwargs`.
-        An option that is None is as if it were left out.
+        An option whose value is None changes nothing.
         """
         check_names(given, tuple(dict.fromkeys((*_IMAGE_OPTIONS, *_VIDEO_OPTIONS, "images_kwargs", "videos_kwargs"))))
         images, videos = (
@@ -151,10 +156,10 @@ class Qwen3VLProcessor(Processor):
         return dataclasses.replace(self.frames, max_pixels=MAX_FRAME_PIXELS, total_pixels=total)
 
     def video(self, frames: Sequence[Pixels], seconds: Sequence[float]) -> Expansion:
-        """Return what stands in a prompt for a video: for each pair of frames its time and its placeholders.
+        """Return the expansion of a video: for each pair of frames its time and its placeholder tokens.
 
-        An odd number of frames ends with the last one twice. The template writes a start and an end around each video,
-        which stay there, as in transformers.
+        If the number of frames is odd, the last frame is repeated. The start and the end that the template writes
+        around each video stay in the prompt, as in transformers.
         """
         size = self._frame_size(len(frames), *frames[0].shape[:2])
         pieces: list[Piece] = [self.start_token]
@@ -166,7 +171,7 @@ class Qwen3VLProcessor(Processor):
         return Expansion((*pieces, self.end_token))
 
     def _frame_size(self, count: int, height: int, width: int) -> ImageSize:
-        """Return the size to which all frames of a video are resized."""
+        """Return the size to which each of a video's `count` frames is resized."""
         bounds = self.video_bounds
         if self.frame_tokens is not None:
             each = max(min(self.frame_tokens * self.side**2, bounds.most // count), int(bounds.least * 1.05))
@@ -174,7 +179,7 @@ class Qwen3VLProcessor(Processor):
         return ImageSize(*frame_size(count, height, width, self.side, bounds), Image.Resampling.BICUBIC)
 
     def _picture(self, shown: NDArray[np.uint8], kind: MediaKind) -> tuple[Piece, ...]:
-        """Return the placeholders of an image [height, width, 3] or a pair of frames [2, height, width, 3]."""
+        """Return the placeholder tokens of an image [height, width, 3] or of a pair of frames [2, height, width, 3]."""
         rows, columns = (size // self.side for size in shown.shape[-3:-1])
         own = media_input(kind, rows * columns, shown)
         placeholder = self.image_token if kind is MediaKind.IMAGE else self.video_token
@@ -183,7 +188,7 @@ class Qwen3VLProcessor(Processor):
 
 _IMAGE_OPTIONS = ("min_pixels", "max_pixels", "size")
 _VIDEO_OPTIONS = ("size", "fps", "num_frames", "min_frames", "max_frames", "do_sample_frames")
-"""Clients of vLLM send `do_sample_frames` with `fps`."""
+"""Options of videos. `do_sample_frames` has no effect of its own; clients of vLLM send it with `fps`."""
 
 
 def _are_integers(values: Sequence[object], most: int) -> bool:
@@ -200,7 +205,10 @@ def image_size(height: int, width: int, side: int, bounds: PixelBounds) -> tuple
 
 
 def frame_size(count: int, height: int, width: int, side: int, bounds: PixelBounds) -> tuple[int, int]:
-    """Return the same for each of `count` frames. The bounds are for all frames together."""
+    """Return the height and width, multiples of `side`, of each of a video's `count` resized frames.
+
+    The bounds hold for all frames together. Raises InvalidRequestError if the frames are too long.
+    """
     if min(height, width) < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
@@ -211,7 +219,11 @@ def frame_size(count: int, height: int, width: int, side: int, bounds: PixelBoun
 
 
 def _fitted(count: int, counted: int, height: int, width: int, side: int, bounds: PixelBounds) -> tuple[int, int]:
-    """Return the height and width of each of `count` pictures. Their sizes are checked as if they were `counted`."""
+    """Return the height and width to which each of `count` pictures is resized, within bounds of pixels.
+
+    Args:
+        counted: the number of pictures, padded to whole pairs, whose pixels are compared with the bounds.
+    """
     if (ratio := max(height, width) / min(height, width)) > MAX_RATIO:
         raise InvalidRequestError(
             f"one side is {ratio:.1f} times as long as the other, and this model takes at most {MAX_RATIO}; cut it"
@@ -229,19 +241,22 @@ def _fitted(count: int, counted: int, height: int, width: int, side: int, bounds
 
 
 def read_qwen3_5(config: Json, settings: Json) -> Qwen3VLProcessor | None:
-    """Return the processor of a Qwen 3.5, which has other tokens; None if it has no encoder. See `read_qwen3_vl`."""
+    """Return the processor of a Qwen 3.5 model, which has other tokens; None if the model has no encoder.
+
+    Arguments and errors are those of `read_qwen3_vl`.
+    """
     if config.get("vision_config") is None:
         return None
     return read_qwen3_vl({f"{name}_token_id": own for name, own in _TOKENS_3_5.items()} | dict(config), settings)
 
 
 def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
-    """Return the processor of a model.
+    """Return the processor of a Qwen 3-VL model.
 
     Args:
         config: the values of config.json.
-        settings: those of preprocessor_config.json, with those of video_preprocessor_config.json in
-            `video_processor`; or of processor_config.json.
+        settings: the values of preprocessor_config.json, with those of video_preprocessor_config.json in
+                    `video_processor`; or the values of processor_config.json.
 
     Raises:
         ModelError: the model's pixels are scaled in another way than its encoder expects.
@@ -273,5 +288,5 @@ def read_qwen3_vl(config: Json, settings: Json) -> Qwen3VLProcessor:
 
 
 _TOKENS = {"vision_start": 151652, "vision_end": 151653, "image": 151655, "video": 151656}
-"""Names of the media tokens in config.json, without `_token_id`, and the ids that hold if a config leaves them out."""
+"""Names of the media tokens in config.json, without `_token_id`, and their ids if a config leaves the names out."""
 _TOKENS_3_5 = {"vision_start": 248053, "vision_end": 248054, "image": 248056, "video": 248057}
