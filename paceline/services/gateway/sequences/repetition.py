@@ -7,13 +7,16 @@ import numpy as np
 from paceline.services.gateway.planning.schemas import RepetitionDetection
 
 REPETITION = "repetition"
-"""The finish reason of such an answer, as in vLLM."""
+"""The finish reason of an answer that repeats itself, as in vLLM."""
 
 
 class RepetitionDetector:
-    """Finds out whether a pattern of tokens comes at the end of an answer as often as `wanted` says.
+    """Detects that an answer ends with the same pattern of tokens several times in a row.
 
-    The work for a token is in proportion to the number of sizes that a pattern may have.
+    The computation for a token grows linearly with the number of pattern sizes.
+
+    Args:
+        wanted: smallest and largest size of a pattern, in tokens, and the repetitions that it takes.
     """
 
     def __init__(self, wanted: RepetitionDetection) -> None:
@@ -27,7 +30,7 @@ class RepetitionDetector:
         self._end = self._most
 
     def push(self, token_id: int) -> bool:
-        """Take the next token. Return whether the answer repeats itself now."""
+        """Append the next token. Return whether the answer now ends with a pattern that is repeated often enough."""
         recent, most = self._recent, self._most
         before = recent[self._end - most : self._end - self._least + 1]
         self._runs = (self._runs + 1) * (before[::-1] == token_id)
