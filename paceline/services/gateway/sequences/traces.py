@@ -169,7 +169,7 @@ class RequestTrace:
     model: str
     """Name of the model in the API."""
     arrived: float
-    """Instant at which the request arrived, on time.monotonic(). `clock` is the same instant as a date and time in UTC."""
+    """Instant at which the request arrived, on time.monotonic(). `clock` is the same instant as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
     traces: list[SequenceTrace] = field(default_factory=list)
     """Traces of the sequences that have begun, in the order in which they began."""
