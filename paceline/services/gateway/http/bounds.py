@@ -51,8 +51,8 @@ MOST_WRITTEN_VALUES = 100_000
 body, so their values are not counted with those of the body."""
 
 _OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789.eE'))
-"""Bytes that do not matter for counting. The other bytes are quotes, digits, marks of fractions and exponents, and bytes
-that begin or separate values."""
+"""Bytes that do not matter for counting. The other bytes are quotes, digits, marks of fractions and exponents, and
+bytes that begin or separate values."""
 
 
 class BodyMemory:
