@@ -93,7 +93,7 @@ class WorkerCalls:
 
     @property
     def unreported(self) -> int:
-        """Number of calls in flight that the member's figures may lack, because they began since its last two updates."""
+        """Number of calls in flight that the member's figures may lack: calls begun since its last update but one."""
         return min(self.in_flight, self._begun.calls - self._begun_at_updates[0].calls)
 
     def candidate(self, fetch_tokens_per_second: float) -> Candidate:
