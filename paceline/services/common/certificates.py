@@ -34,7 +34,7 @@ class CertificateFiles:
         return _read(self.certfile), _read(self.keyfile), _read(self.ca_certs) if self.ca_certs else b""
 
     def versions(self) -> list[tuple[int, ...] | None]:
-        """Return the version of each file: numbers that change when it is written or replaced; None if it is missing."""
+        """Return each file's version: numbers that change when it is written or replaced; None if it is missing."""
         return [_version(path) for path in (self.certfile, self.keyfile, self.ca_certs) if path]
 
 
@@ -96,7 +96,10 @@ def server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLCo
 
 
 def renewed_server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLContext:
-    """Return a TLS context as `server_context` does, whose handshakes read the files again if they have changed."""
+    """Return a TLS context for servers of HTTP/1.1, whose handshakes read the files again if they have changed.
+
+    The arguments and errors are those of `server_context`.
+    """
     contexts = Renewed(files, lambda files: server_context(files, verify))
     listening = server_context(files, verify)
 

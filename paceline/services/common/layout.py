@@ -64,7 +64,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
 
 
 def difference(ours: KVLayout, theirs: KVLayout) -> str:
-    """Describe the first difference between two layouts. Fingerprints come last, because any difference changes them."""
+    """Describe the first difference between two layouts. Fingerprints come last: any difference changes them."""
     if len(ours.groups) != len(theirs.groups):
         return f"it has {len(theirs.groups)} groups of layers, the arena {len(ours.groups)}"
     for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):

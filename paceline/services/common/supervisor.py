@@ -19,7 +19,7 @@ async def ask_supervisor(socket: str, request: Mapping[str, Any]) -> dict[str, A
 
     Args:
         socket: path of the supervisor's Unix socket.
-        request: a request as `ScalingSocket` describes it; an empty request changes nothing.
+        request: the JSON object of the request, in the format that `ScalingSocket` describes; {} changes nothing.
 
     Raises:
         InvalidRequestError: the supervisor refuses the request.

@@ -1,6 +1,6 @@
 """Small parts for asyncio: ending background tasks, timeouts, waiting until no operation runs, and cancellations.
 
-gRPC drops some cancellations, and raises CancelledError where nobody has cancelled the task.
+gRPC drops some cancellations, and sometimes raises CancelledError although the task was not cancelled.
 """
 
 from __future__ import annotations

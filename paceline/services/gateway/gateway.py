@@ -41,7 +41,7 @@ class Gateway:
     """One gateway with all its parts: the parts that its models share, and each model with its fleet.
 
     Args:
-        models: the options and the tokenizer of each model, as `load_models` returns them.
+        models: the options and the tokenizer of each model, from `load_models`.
         address: the host:port at which others reach the HTTP API. It is written to Redis.
     """
 

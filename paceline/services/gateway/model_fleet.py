@@ -174,9 +174,9 @@ class ModelFleet:
         """Wait until a worker is ready, then return a request's plan. Its constraints are not compiled yet.
 
         Args:
-            request: the request to be planned, as `served_model` takes it.
+            request: the request to be planned. The wait ends if its client disconnects.
             make: function that makes the plan. It runs on a thread, because tokenizing a long prompt takes long.
-            kind: the kind of work, as `served_model` takes it.
+            kind: the kind of work, on which depends whether the context of decode or prefill workers is the limit.
 
         Raises the errors of `make` and `served_model`.
         """

@@ -121,7 +121,7 @@ class RequestMemory:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The limits of what a body may contain."""
+    """The limits of the JSON in one body."""
 
     values: int
     """Largest number of members of lists and objects. The name of a member counts as NAME_VALUES more, a fraction or an

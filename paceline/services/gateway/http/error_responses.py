@@ -129,7 +129,10 @@ def _allowed(request: Request) -> list[str]:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Return a response with the most specific error, its field's path, and status 400 as OpenAI; FastAPI uses 422."""
+    """Return the response to a validation error: the most specific fault and its field's path, with status 400.
+
+    OpenAI uses 400, too; FastAPI itself would use 422.
+    """
     assert isinstance(error, RequestValidationError)
     # A frame of the framework refers to the error, and its traceback to the frame. The error has the request's body,
     # which would stay in memory until a garbage collection finds this cycle.
@@ -166,7 +169,11 @@ class FieldError:
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: object) -> FieldError:
-        """Return the error of one entry of pydantic's `errors()` about a request whose JSON was `body`."""
+        """Convert one entry of pydantic's `errors()`.
+
+        Args:
+            body: the parsed JSON of the request, to find out which objects the client has sent.
+        """
         place, indexes = "", []
         _, *path = error["loc"]
         for depth, part in enumerate(path, 1):
@@ -187,7 +194,7 @@ class FieldError:
 
 
 def most_specific(errors: Sequence[FieldError]) -> FieldError:
-    """Return the error to answer with: the one that best fits what the client meant.
+    """Return the error to answer with: the fault that the client most probably has to mend.
 
     If all errors are about types, the message of the returned error names every type that the field may have.
     """

@@ -133,7 +133,7 @@ def check_decided(routes: Iterable[BaseRoute]) -> None:
 
 
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
-    """Yield the path of each route, as in DECISIONS; a mounted application has `{path:path}` at its end."""
+    """Yield the path of each route in the format of DECISIONS. That of a mounted application ends in `{path:path}`."""
     for route in routes:
         router = getattr(route, "original_router", None)  # of a router that FastAPI has included
         if isinstance(router, APIRouter):

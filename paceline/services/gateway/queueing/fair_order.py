@@ -148,11 +148,10 @@ class FairOrder(Generic[E]):
         return None
 
     def last(self, may: Callable[[E], bool] = lambda _: True) -> E | None:
-        """Return the request to refuse if there are too many, among requests for which `may` is true; None if `may` is
-        true for none.
+        """Return the request to refuse if there are too many requests; None if `may` is false for all of them.
 
-        It has the least urgent priority. Its owner has the most work in relation to its weight, and it is this owner's
-        last request.
+        The request has the least urgent priority, and is the last request of the owner whose waiting work is largest
+        in relation to its weight. Requests for which `may` is false are passed over.
         """
         for priority in sorted(self._levels, reverse=True):
             flows = sorted(self._levels[priority].flows.values(), key=_Flow.last_start, reverse=True)

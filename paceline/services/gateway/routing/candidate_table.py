@@ -55,7 +55,8 @@ class CandidateTable(Snapshot):
         rows.put(index, candidate, host, self._clock())
 
     def settle(self) -> None:
-        """Rebuild what changes have made stale. The next search would otherwise do this first, which may take long."""
+        """Rank the workers again if workers were added or removed. Otherwise the next search would be slow, as it would
+        do this first."""
         if not self._is_sorted:
             for rows in self._kinds.values():
                 rows.sort()

@@ -1,4 +1,4 @@
-"""The input and the result of a placement: a request's needs, the workers that could run it, and those that do."""
+"""The input and the result of a placement: a request's needs, the candidates among workers, and the chosen workers."""
 
 from __future__ import annotations
 

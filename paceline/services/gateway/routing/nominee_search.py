@@ -143,7 +143,8 @@ class NomineeSearch:
         return [int(ways.worker[_least(seconds, ways.total, ways.ready, ways.compute, ways.load, ways.rank)])]
 
     def _fetchable(self, own: WorkerClass) -> int:
-        """Return how many prompt tokens workers of a class can fetch from the host that has the most to send them."""
+        """Return the number of prompt tokens that workers of a class can fetch: the largest number that a host with a
+        usable link and the same layout has cached."""
         need, layout = self._need, own.kind[1]
         for most in sorted(set(need.cached.values()), reverse=True):
             hosts = (host for host, tokens in need.cached.items() if tokens == most)

@@ -85,7 +85,7 @@ class _Host(NamedTuple):
     """The blocks of one host in the index."""
 
     number: int
-    """Number that stands for the host in `holders`."""
+    """Number by which `holders` refers to the host."""
     blocks: IndexedBlocks
     holders: BlockHolders
     """Sets of the hosts that have each block, for all hosts with this host's layout."""

@@ -45,8 +45,7 @@ decode worker instead."""
 LATELY = 0.1
 """Share of the recently sent tokens that counts like tokens in the worker's queue."""
 HOME_SHARE = 0.25
-"""A request runs at home if this costs more than elsewhere by at most this share of the time to compute its whole
-prompt."""
+"""Largest extra cost of running a request at its home, as a share of the time to compute its whole prompt there."""
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
@@ -147,7 +146,7 @@ def _usual_rate(fleet: Iterable[Candidate]) -> float:
 
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that can take work without decoding now: prefill workers, or decode workers without those."""
+    """Return the workers that can take work without decoding now: prefill workers, or if there are none, decode ones."""
     fitting = _fitting(need, snapshot)
     workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
@@ -273,7 +272,7 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
 
 
 def _source(need: Need, computing: Member, richer: Iterable[tuple[int, str]]) -> str:
-    """Return the id of the host to fetch a prefix from: the one with most cached tokens of hosts that can send blocks.
+    """Return the id of the host to fetch a prefix from: the host with most cached tokens among those that can send it.
 
     Returns "" if the computing worker's own host has as many cached tokens.
 

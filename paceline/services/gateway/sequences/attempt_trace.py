@@ -133,7 +133,7 @@ class AttemptTrace:
     waited_for: Counter[str] = field(default_factory=Counter)
     """How often the attempt was not admitted, by the reason."""
     number: int = 0
-    """The attempt's number among those of its sequence, which is `Key.attempt` in its messages and leases."""
+    """Number of the attempt in its sequence, from 1. It is `Key.attempt` in the attempt's messages and leases."""
     decode: WorkerName | None = None
     """The decode worker that was asked last. `prefill` is the prefill worker that was asked together with it."""
     prefill: WorkerName | None = None
@@ -188,7 +188,7 @@ class AttemptTrace:
 
     @property
     def numerics_changes(self) -> dict[str, str]:
-        """A text for each of "prefill" and "decode" whose numerics have changed: those before this attempt, and now."""
+        """Texts about numerics that differ from those of earlier attempts, under the keys "prefill" and "decode"."""
         computing = ("prefill", self.computed_with, self.prefill or self.decode)
         return {
             step: f"{before} before, {worker.numerics or 'unknown'} now"

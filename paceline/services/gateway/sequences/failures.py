@@ -4,7 +4,7 @@ Before its deadline, a request is given up only if the request itself seems to c
 failed at the same step. The end of a worker process says little about a request, because workers also end for other
 reasons. So a worker's end counts against the request only if nothing else explains it. Both must hold:
 
-- since the request's previous failure, no other worker has ended than those that ran the request, and
+- since the request's previous failure, no worker has ended that did not run the request, and
 - other requests made progress during the attempt, or there were no other requests.
 
 Two requests that both crash their workers would excuse each other's failures forever. So at most `MOST_EXCUSED` ends at
@@ -49,7 +49,7 @@ class Failure:
     step: ProgressStep
     cause: Cause
     others_ended: bool = False
-    """Whether other workers than those that ran the request have ended since the request's previous failure."""
+    """Whether workers that did not run the request have ended since the request's previous failure."""
     others_went_on: bool = True
     """Whether other requests made progress during the attempt; also true if there were no other requests."""
 

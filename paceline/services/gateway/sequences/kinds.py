@@ -59,7 +59,7 @@ class ComputeAttempt(AnyAttempt):
                     raise out_of_turn(self._worker)
 
     def leave(self) -> None:
-        """Do nothing: a draining worker finishes this work, because another one would have to repeat most of it."""
+        """Do nothing: a draining worker finishes this work. Another worker would have to repeat nearly all of it."""
 
     async def _read(self, seconds: float) -> worker_pb2.ComputeEvent:
         try:

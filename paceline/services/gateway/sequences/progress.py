@@ -94,7 +94,7 @@ ProgressEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProgress:
-    """The progress of a sequence, except its tokens: those are in lists of `SequenceRun`."""
+    """The progress of a sequence. Its tokens are not here but in lists of `SequenceRun`."""
 
     failed_at: float
     """Instant of the last failure that may count against the sequence; its arrival if there was no failure."""

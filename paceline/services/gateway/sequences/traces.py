@@ -64,7 +64,7 @@ class SequenceTrace:
 
     @property
     def numerics_changes(self) -> int:
-        """Number of attempts that were admitted by workers with other numerics than those of the attempts before."""
+        """Number of attempts that were admitted by workers whose numerics differ from those of the attempts before."""
         return sum(attempt.admitted is not None and bool(attempt.numerics_changes) for attempt in self.tries)
 
     @property
@@ -143,7 +143,7 @@ class SequenceTrace:
             self.tries[-1].end(own, why or (_ABORTED if outcome == "abort" else ""))
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
-        """Record the sequence's end and drop nearly all of `token_times` and `token_counts`. Read those before."""
+        """Record the sequence's end and drop nearly all of `token_times` and `token_counts`. Read both lists before."""
         self.ended, self.outcome, self.why, self.generated_tokens = time.monotonic(), outcome, why, generated_tokens
         for attempt in self.tries:
             attempt.close()

@@ -1,6 +1,6 @@
 """SQL databases, behind one interface: SQLite with Python's own module, and any other through SQLAlchemy.
 
-Both take statements with parameters such as `:name`.
+All databases take statements with parameters such as `:name`.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class GatewayMetrics:
 
 
 class _OwnProcess(Collector):
-    """Collector of the figures of the gateway's own process. Those of workers and hosts come with heartbeats."""
+    """Collector of the figures of the gateway's own process. The figures of other processes come with heartbeats."""
 
     def __init__(self) -> None:
         self._samples = ProcessSamples()

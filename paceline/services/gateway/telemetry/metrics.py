@@ -223,7 +223,7 @@ class _FleetCollector(Collector):
     """Collector of the metrics that each member sent with its last heartbeat, labelled with the member's id and role.
 
     Args:
-        kv_usage: newer shares of KV blocks in use than those of heartbeats, by host id.
+        kv_usage: shares of KV blocks in use, by host id, which are newer than the shares in heartbeats.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ def _handoff(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _decode(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Describe the decoding; None until the decode worker has sent a token. Counts are those of its last report."""
+    """Describe the decoding; None until the decode worker has sent a token. Counts come from its last report."""
     times, effort = attempt_trace.decode_times, attempt_trace.effort
     if not times:
         return None

@@ -28,7 +28,7 @@ class Use(Protocol):
     wanted_tokens: float
     """Rate of tokens that these requests would use, in tokens per minute."""
     wanted_running: float
-    """Number of requests that run, plus those lately refused because too many run."""
+    """Number of requests that run, plus the number lately refused because too many run."""
     requests: int
     """Number of requests that were served in the last minute."""
     tokens: int
