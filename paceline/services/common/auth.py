@@ -168,7 +168,7 @@ class _UsedNonces:
         self._newer: set[str] = set()
         self._older: set[str] = set()
         self._turn_at = time.monotonic()
-        """Time at which the newer numbers become the older ones, on time.monotonic()."""
+        """Instant at which the newer numbers become the older ones, and the older ones are dropped."""
 
     def add(self, nonce: str) -> bool:
         """Add a random number. Return whether it is new; a number that is not new shows a replayed proof."""

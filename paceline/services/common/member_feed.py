@@ -70,15 +70,15 @@ class MemberFeed:
         self._heard: dict[str, float] = {}
         """Time of the last heartbeat of each listed member, on time.monotonic()."""
         self._mute: set[str] = set()
-        """Members that write no beats."""
+        """Names of members that write no beats."""
         self._ended: set[str] = set()
-        """Members that have ended and have sent no heartbeat since. Redis keeps the value of a killed process for a
-        while, which must not count as news. So their versions are kept until they are off the list.
+        """Names of members that have ended and have sent no heartbeat since. Redis keeps the value of a killed process
+        for a while. This value must not count as news, so these members' versions are kept until the value is gone.
         """
         self._scan_at = 0.0
-        """Time at which the set of names is to be read again."""
+        """Instant at which the set of names has to be read again, on time.monotonic()."""
         self._answers_since: float | None = None
-        """Time since which Redis has answered every time; None if it did not answer the last time."""
+        """Instant since which Redis has answered each request; None if it did not answer the last one."""
 
     def forget(self, name: str) -> None:
         """Forget a member that has ended, so that it is new if it sends a heartbeat again."""

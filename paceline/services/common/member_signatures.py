@@ -61,9 +61,9 @@ class MemberSignatures:
         """The time in the newest mark that this service has written."""
         self._newest: dict[str, _Newest] = {}
         self._sweep_at = time.monotonic()
-        """Next time at which names that are no longer read are forgotten, on time.monotonic()."""
+        """Next instant at which marks of members that are no longer read are dropped, on time.monotonic()."""
         self._told: set[str] = set()
-        """Kinds of trouble that were logged already."""
+        """Kinds of signature faults that have been logged already."""
         self._count_ignored = count_ignored
 
     def sign(self, name: str, member: bytes) -> tuple[bytes, bytes]:

@@ -57,7 +57,7 @@ class Gateway:
         """Whether new requests are refused."""
         self.metrics = GatewayMetrics(classes, config.vllm_metric_names)
         self.bodies = FairPool()
-        """Threads for work on the bodies of requests."""
+        """Pool of threads for work on the bodies of requests."""
         self._redis = connect(config.redis)
         self._shared = shared = Shared(
             redis=self._redis,

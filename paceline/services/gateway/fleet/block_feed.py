@@ -57,9 +57,9 @@ class _Following:
     def __init__(self, epoch: int, told: int) -> None:
         self.epoch = epoch
         self.told = told
-        """The number of the host's next block event, by its heartbeat at the last reading."""
+        """Number of the host's next block event, as its newest heartbeat says."""
         self.asked = -_ASK_SECONDS
-        """When the host was asked last, on time.monotonic()."""
+        """Instant at which the host was last asked for its blocks, on time.monotonic()."""
         self.asking: asyncio.Task[None] | None = None
         self.doubtful = False
         """Whether the index may be wrong about the host, so that the host has to be asked."""
@@ -82,7 +82,7 @@ class BlockFeed:
         self._index = index
         self._following: dict[str, _Following] = {}
         self._late: defaultdict[str, deque[BlockBatch]] = defaultdict(lambda: deque(maxlen=_LATE))
-        """For each host that is being asked: the batches that came since, which are applied after its answer."""
+        """Batches that have come while a host is being asked, by host id. They are applied after the host's answer."""
         self._asks = asyncio.Semaphore(_ASKED)
         self._tasks: list[asyncio.Task[None]] = []
 

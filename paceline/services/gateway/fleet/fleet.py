@@ -74,18 +74,18 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
         self._changed: set[RemoteWorker] = set()
-        """Workers of which the table does not know the newest figures."""
+        """Workers whose newest figures are not in the table yet."""
         self._summary: FleetSummary | None = None
-        """None if it has to be made again."""
+        """The summary of the members; None if it has to be made again."""
         self.ends = Ends()
         self.redis_answers = True
-        """Whether Redis has answered the last time."""
+        """Whether Redis answered the last request."""
         self._on_refresh = on_refresh
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
         self._refreshed = asyncio.Event()
         self._longest = 0
-        """The longest context of workers that were ready, for a time when none is."""
+        """Longest context of the workers that were last ready, in tokens, to use while no worker is ready."""
 
     async def start(self) -> None:
         """Read the fleet, so that requests can be placed at once, and start to refresh it in the background."""

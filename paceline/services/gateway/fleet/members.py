@@ -111,9 +111,9 @@ class Members:
         on_failure: Callable[[RemoteWorker], object],
     ) -> None:
         self.workers: dict[str, RemoteWorker] = {}
-        """All members but gateways, by name."""
+        """All members except gateways, by name."""
         self.hosts: dict[str, RemoteWorker] = {}
-        """The kvtransfer services among them, by name."""
+        """The kvtransfer services among these members, by name."""
         self.gateways: dict[str, Member] = {}
         self._model = model
         self._credentials = credentials
@@ -122,7 +122,7 @@ class Members:
         self._checks = HealthChecks(on_failure, on_standing, self._remove)
         self._fetch_speeds: dict[str, float] = {}
         self._with_new_speed: set[str] = set()
-        """Ids of hosts whose speed has changed since the last look."""
+        """Ids of hosts whose fetch rate has changed since the last call of `look`."""
 
     async def close(self) -> None:
         await self._checks.close()
@@ -238,7 +238,7 @@ class Ends:
 
     def __init__(self) -> None:
         self._ended: dict[str, float] = {}
-        """By id, the oldest first."""
+        """Instants of the last ends, by the member's id; the oldest comes first."""
 
     def note(self, worker_id: str) -> None:
         """Record that a member has ended, or does not answer."""

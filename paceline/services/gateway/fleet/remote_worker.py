@@ -73,23 +73,23 @@ class WorkerCalls:
         self._on_change = on_change
         self.in_flight = 0
         self.encodings = 0
-        """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
+        """Number of calls for encodings. `in_flight` does not include them, because they take no places of requests."""
         self._clock = clock
         self._prompts: Counter[int] = Counter()
-        """Number of the prompts in flight whose computation has not ended, by their tokens."""
+        """Number of prompts in flight that the worker has not computed yet, by their length in tokens."""
         self._tokens_in_flight = 0
-        """Prompt tokens of calls in flight that the worker has not computed yet."""
+        """Number of prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
-        """Totals since this gateway first saw the member."""
+        """Totals of calls and tokens since this gateway first saw the member."""
         self._begun_at_updates = (self._begun, self._begun)
         """The totals at the last two updates of the member's figures, the older one first."""
         self._in_flight_at_updates = (0, 0)
-        """Tokens in flight at the same two updates."""
+        """Values of `_tokens_in_flight` at the same two updates."""
         self._recent = DecayingSum(RECENT_SECONDS)
         self._current_at = clock()
-        """When the member's figures were last known to be current."""
+        """Instant at which the member's figures were last known to be current."""
         self._is_current = True
-        """Whether they were at the last look."""
+        """Whether the member's figures were current at the last call of `look`."""
 
     @property
     def unreported(self) -> int:
@@ -203,18 +203,18 @@ class RemoteWorker(WorkerCalls):
         self.listed = True
         """Whether Redis lists the member now."""
         self.set_aside = False
-        """Whether it gets no new work because it failed and no health check has succeeded since."""
+        """Whether the member gets no new work because it failed and no health check has succeeded since."""
         self.failed_probes = 0
         self.probe: asyncio.Task[None] | None = None
         self._probe_at = 0.0
-        """Before this instant, it gets no health check; on time.monotonic()."""
+        """Instant before which the member gets no health check, on time.monotonic()."""
         self.probe_pause = 0.0
-        """Time from its last health check to the next one, in seconds; 0 if the last one failed."""
+        """Time between the last health check and the next one, in seconds; 0 if the last check failed."""
         self.gone = False
         self.refuses_us = False
         """Whether the member refuses our secret. It gets no more calls, because only a restart can change this."""
         self.is_untrusted = False
-        """Whether the last health checks failed because a certificate is not valid. This is logged once."""
+        """Whether health checks fail because a certificate is not valid, to log this only once."""
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"

@@ -189,13 +189,13 @@ class JsonCount:
 
     def __init__(self) -> None:
         self.values = 0
-        """Lists and objects that have begun, their members, and the names of members; see `Bounds.values`."""
+        """Number of lists and objects that have begun, plus their members, counted as for `Bounds.values`."""
         self.objects = 0
-        """Lists and objects that have begun."""
+        """Number of lists and objects that have begun."""
         self.digits = 0
-        """Digits of the longest number, as far as it has come."""
+        """Number of digits of the longest number in the text so far."""
         self._last_digits = 0
-        """Digits since the last comma."""
+        """Number of digits since the last comma."""
         self._is_in_text = False
         self._escape = b""
         """The backslash at the end of the last piece, if it escapes the next character."""

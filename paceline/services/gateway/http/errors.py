@@ -73,9 +73,9 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers: dict[str, str] = {}
-        """Headers of the answer, besides those that its status needs."""
+        """Further headers of the answer, in addition to the headers that its status needs."""
         self.is_for_others = False
-        """Whether another gateway can give the answer at once."""
+        """Whether another gateway can serve the request at once, so that the client should retry there."""
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
 

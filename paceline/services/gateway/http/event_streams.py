@@ -79,7 +79,7 @@ class EventStreamResponse(Response):
         self._send_seconds = send_seconds
         self._has_begun = False
         self._is_silent = True
-        """Whether no events have been sent for a while."""
+        """Whether no events have been sent since the last check for a ping."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

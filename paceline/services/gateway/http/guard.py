@@ -53,7 +53,7 @@ class Guard:
         self._origins = frozenset(origin.lower() for origin in origins)
         self._is_exposed = is_exposed
         self._has_proxy = False
-        """Whether a proxy has forwarded a request."""
+        """Whether a proxy has ever forwarded a request that was let in."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

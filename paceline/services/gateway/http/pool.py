@@ -64,9 +64,9 @@ class OwnerTurns:
     def __init__(self, count: int) -> None:
         self._count = count
         self._taken: Counter[str] = Counter()
-        """Places that each owner has."""
+        """Number of places that each owner has taken."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Those who wait, by owner. The first owner's turn is next."""
+        """Calls of `take` that wait, by owner. The first owner in the dict gets the next free place."""
 
     def waiting(self, owner: str) -> int:
         """Return how many calls of `take` wait for an owner's place."""

@@ -29,7 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._in_head = False
         self._head_bytes = 0
         self._chunk_bytes = 0
-        """Bytes of the chunk that is being parsed; 0 after another request has ended in it."""
+        """Size of the received data that is being parsed, in bytes; 0 after another request has ended in this data."""
         self._refusal = ""
         self._deadline: asyncio.TimerHandle | None = None
 

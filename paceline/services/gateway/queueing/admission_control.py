@@ -167,7 +167,7 @@ class AdmissionControl:
         self._limits = DecodeLimits()
         self._answers = UsualAnswers()
         self._prefill_rate = PREFILL_TOKENS_PER_SECOND
-        """Tokens per second that a worker computes of prompts, as they were reported last."""
+        """Prefill rate that was reported last by a worker, in tokens per second."""
 
     def class_of(self, name: str) -> RequestClass:
         """Return a request class by its name. A class that has been removed has no objectives."""

@@ -76,7 +76,7 @@ class AdmissionQueue:
         self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds, lambda turn: turn.may_ask.set())
         self._turn_of_patient = asyncio.Lock()
         self._poll: asyncio.TimerHandle | None = None
-        """Wakes the head of the queue if everything that waits is held back."""
+        """Timer that wakes the head of the queue if all waiting requests are held back; None if no timer runs."""
         self._waiting = 0
 
     @property

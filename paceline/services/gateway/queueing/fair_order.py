@@ -58,9 +58,9 @@ class _Flow(Generic[E]):
 
     def __init__(self, start: float) -> None:
         self.start = start
-        """The owner's virtual time."""
+        """The owner's virtual time, at which its first request will be served."""
         self.entries: dict[E, None] = {}
-        """In the order of arrival."""
+        """The owner's waiting requests, in the order of arrival."""
         self.work = 0.0
         self.weight = 1.0
 
@@ -78,7 +78,7 @@ class _Level(Generic[E]):
         """Virtual time of the request that was served last."""
         self.flows: dict[str, _Flow[E]] = {}
         self.finished: dict[str, float] = {}
-        """Virtual times of owners that wait for nothing now and are ahead of `virtual`."""
+        """Virtual times of owners that have no waiting requests now and whose time is later than `virtual`."""
 
     def start_of(self, owner: str) -> float:
         flow = self.flows.get(owner)

@@ -33,9 +33,10 @@ class AdmissionRate:
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._waited, self._admissions = 0.0, 0
-        """Totals, for LEAST_SECONDS and LEAST_ADMISSIONS."""
+        """Total seconds in which requests waited, and total admissions, to compare with LEAST_SECONDS and
+        LEAST_ADMISSIONS."""
         self._since: float | None = None
-        """Up to when the time is counted; None while nobody waits."""
+        """Instant up to which the waiting time is counted; None while no request waits."""
 
     def set_waiting(self, is_waiting: bool, now: float) -> None:
         """Note that from `now` on requests wait, or that no request waits any more."""
@@ -76,7 +77,8 @@ class FirstTokens:
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=KEPT_SAMPLES)
-        """For each request the instant, the time of the prompt alone, and the rest of the time."""
+        """For each request: the instant of its first token, the time in which an idle worker computes its prompt, and
+        the rest of its time to first token, in seconds."""
 
     def note(self, seconds: float, prompt_seconds: float, now: float) -> None:
         """Count a request that got its first token.

@@ -48,7 +48,7 @@ class Promise:
     ends: float
     """Instant after which the request is not expected any more."""
     fingerprint: int
-    """A hash of the request, by which it is recognised."""
+    """A hash of the request, by which it is recognised when it comes back."""
     ticket: int
     """Ticket of the request's first arrival. The request keeps this place when it comes back."""
     is_open: bool = field(default=True)
@@ -68,7 +68,7 @@ class Promises:
         self._by_end: list[tuple[float, int, Promise]] = []
         self._numbers = itertools.count()
         self._promised: dict[Lane, Expected] = {}
-        """All open promises of a lane together."""
+        """Total work of the open promises of each lane."""
         self.kept = 0.5
         """Share of promised requests that came back lately; the first value is a guess."""
 

@@ -85,7 +85,7 @@ class EncodingIndex:
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
         self._computing: dict[tuple[str, bytes], Counter[str]] = {}
-        """For each cache salt and digest, the ids of workers that have been asked for the encoding."""
+        """Ids of the workers that have been asked for an encoding, by cache salt and digest."""
 
     def hosts(self, span: MediaSpan, cache_salt: str) -> frozenset[str]:
         """Return the ids of hosts that have cached the encoding of a span."""

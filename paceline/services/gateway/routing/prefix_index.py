@@ -100,7 +100,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self._ids: dict[int, str] = {}
-        """The id of the host with each number."""
+        """Ids of the hosts, by the hosts' numbers."""
         self._holders: dict[KVLayout, BlockHolders] = {}
         self._layouts: Mapping[str, str] = {}
         self._ends: dict[bytes, int] = {}

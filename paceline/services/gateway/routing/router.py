@@ -146,7 +146,7 @@ def _usual_rate(fleet: Iterable[Candidate]) -> float:
 
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that can take work without decoding now: prefill workers, or if there are none, decode ones."""
+    """Return the workers that can take work without decoding now: prefill workers; without any, decode workers."""
     fitting = _fitting(need, snapshot)
     workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]

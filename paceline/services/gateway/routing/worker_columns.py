@@ -33,14 +33,14 @@ class Figures:
     def __init__(self, index: Indices, host: Indices, values: Floats) -> None:
         self.index, self.host = index, host
         self.rank: Floats
-        """The workers' places in the order of their ids."""
+        """Rank of each worker in the order of ids, which breaks ties."""
         self.longest: Floats
-        """Tokens of the longest context; -1 if the worker is not ready."""
+        """Longest context in tokens; -1 if the worker is not ready."""
         self.has_room: Floats
         self.queued: Floats
         self.recent: Floats
         self.at: Floats
-        """When `recent` was right."""
+        """Instant for which the value in `recent` is right."""
         self.speed: Floats
         self.load: Floats
         self.running: Floats

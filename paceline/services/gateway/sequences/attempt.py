@@ -154,7 +154,8 @@ class Attempt(AnyAttempt):
         self._source = fleet.host(placement.source)
         self._least_cached_tokens = placement.least_cached_tokens
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
-        """Open until the prefill worker is done with the request; then the worker has room for another one."""
+        """Counts the call at the prefill worker. It is closed when this worker is done with the request, and so has
+        room for another one."""
         self._decode_call = DecodeCall(decode, self._link, self._stall_seconds)
         self._resources.callback(self._decode_call.close)
         self._prefill_call: WorkerCall | None = None

@@ -234,7 +234,7 @@ class Homes:
 
     def __init__(self) -> None:
         self._hosts: OrderedDict[bytes, str] = OrderedDict()
-        """Ids of hosts by digests, because a client's keys may be long."""
+        """Ids of hosts, by digests of owner and key, because a client's keys may be long."""
 
     def get(self, owner: str, cache_key: str) -> str:
         """Return the id of a key's home; "" if the request has no key, or if the key is new.

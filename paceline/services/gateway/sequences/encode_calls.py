@@ -85,7 +85,7 @@ class EncodeCalls:
         attempt_trace: AttemptTrace,
     ) -> None:
         self.error: Exception | None = None
-        """The reason why the attempt cannot go on."""
+        """The first failure of an encoding, because of which the attempt cannot go on; None if there is none."""
         self._fleet = fleet
         self._media = media
         self._work = work

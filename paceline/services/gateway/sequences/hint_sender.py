@@ -55,7 +55,7 @@ class HintSender:
         self._host = host
         self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By host: the task that sends to it, while there are hints for it."""
+        """The task that sends hints to a host, by host id, while there are hints for the host."""
         self._is_closed = False
 
     async def close(self) -> None:

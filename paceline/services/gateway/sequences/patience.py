@@ -49,7 +49,7 @@ class Patience:
         self._sequences = sequences
         self._aborted = False
         self._heard = 0
-        """Tokens of all sequences that have come from workers."""
+        """Number of tokens of all sequences that have come from workers since the start."""
 
     def abort(self) -> None:
         """Let all sequences end: `check` raises LeavingError from now on."""

@@ -24,9 +24,9 @@ class RepetitionDetector:
         sizes = np.arange(self._least, self._most + 1)
         self._needed = sizes * min(wanted.min_count - 1, 1 << 40)
         self._runs = np.zeros_like(sizes)
-        """For each size, how many tokens at the end equal the token one pattern before them."""
+        """For each pattern size: how many tokens at the end of the answer equal the token `size` positions earlier."""
         self._recent = np.full(2 * self._most, -1)
-        """The latest tokens, which end at `_end`."""
+        """Buffer of the latest tokens. The newest token is in front of the index `_end`."""
         self._end = self._most
 
     def push(self, token_id: int) -> bool:

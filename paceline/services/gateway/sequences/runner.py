@@ -78,9 +78,9 @@ class SequenceRunner:
         self.traffic = TrafficBook()
         self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds, count_refusal, announce)
         self.sequences = InUse()
-        """Sequences that wait or run."""
+        """Count of the sequences that wait or run."""
         self._background = 0
-        """Number of sequences of the background among these."""
+        """Number of background sequences among these."""
         self._attempts = RunningAttempts()
         self._patience = Patience(config, fleet, self.sequences)
         self.starter = AttemptStarter(

@@ -18,7 +18,7 @@ class RunningRequests:
 
     def __init__(self) -> None:
         self._running: dict[str, list[tuple[str, Callable[[], None]]]] = {}
-        """For each id the owner of each request, and the function that ends it."""
+        """The requests with each id: a request's owner, and the function that ends the request."""
 
     @contextlib.contextmanager
     def running(self, request_id: str, owner: str, abort: Callable[[], None]) -> Iterator[None]:

@@ -174,7 +174,7 @@ class RequestTrace:
     traces: list[SequenceTrace] = field(default_factory=list)
     """Traces of the sequences that have begun, in the order in which they began."""
     left_out: int = 0
-    """Number of sequences whose traces were dropped at the end."""
+    """Number of sequences whose traces were dropped when the request ended."""
     ended: float | None = None
     outcome: str = ""
     """How the request ended: "finished", "failed", "aborted" or "client gone"; empty while it runs."""

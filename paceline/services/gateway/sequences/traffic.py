@@ -83,7 +83,7 @@ class TrafficBook:
         self._classes: dict[str, _Totals] = {DEFAULT: _Totals()}
         self._running: set[_Running] = set()
         self._unplanned: dict[object, float] = {}
-        """When requests that wait for a worker before they can be planned began to wait, on time.monotonic()."""
+        """Instant at which each unplanned request began to wait for a worker, on time.monotonic()."""
 
     @contextlib.contextmanager
     def counted(self, sequence: SequenceRun) -> Iterator[None]:

@@ -146,7 +146,7 @@ class AlchemyDatabase(Database):
         self._statement = sqlalchemy.text
         self._error = sqlalchemy.exc.SQLAlchemyError
         self._first = ""
-        """A statement at the beginning of each transaction; "" if there is none."""
+        """SQL statement that runs first in each transaction; "" if there is none."""
         if self._engine.dialect.name in ("mysql", "mariadb"):
             self.text, self.blob = "LONGTEXT", "LONGBLOB"
         elif self._engine.dialect.name == "postgresql":

@@ -62,7 +62,7 @@ class Feed:
         self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
         self._live = b""
-        """The newest event about the fleet; empty while nobody looks."""
+        """The newest event about the fleet; empty while no console is open."""
 
     def start(self) -> None:
         self._is_open = True

@@ -25,7 +25,7 @@ class GatewayMetrics:
 
     def __init__(self, classes: Iterable[str] = NO_CLASSES, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
-        """The metrics that no single model has."""
+        """Registry of the metrics that do not belong to one model."""
         self._registries = [self.registry]
         self._classes = tuple(classes)
         labels = ["handler", "method", "status"]

@@ -76,7 +76,7 @@ class _Bin:
         self.failed = 0
         self.levels: Levels | None = None
         self.counters = Counters()
-        """What the fleet's counters gained in the `seconds` before the last sample."""
+        """Increase of the fleet's counters over the `seconds` of this bin that samples cover."""
         self.seconds = 0.0
 
 

@@ -50,7 +50,7 @@ class Metrics:
     def __init__(self, model: str, classes: Iterable[str] = NO_CLASSES) -> None:
         self.registry = CollectorRegistry()
         self.history = ConsoleHistory()
-        """The last hour, for the console."""
+        """History of the last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -67,7 +67,7 @@ class Metrics:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
 
         def gauges(name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
-            """Return a gauge for each value of a label."""
+            """Return the gauges of one metric by the value of their label."""
             made = Gauge(f"paceline:{name}", help, ["model_name", label], registry=self.registry)
             return {value: made.labels(model, value) for value in values}
 

@@ -31,7 +31,7 @@ class TraceBook:
         self._by_id: dict[str, list[RequestTrace]] = {}
         self._ended: deque[RequestTrace] = deque()
         self._sequences = 0
-        """Sequences of ended requests whose traces are kept now."""
+        """Number of sequences of ended requests whose traces are kept now."""
         self.requests = InUse()
         """Requests that run, or whose clients have not received the whole answer yet."""
 

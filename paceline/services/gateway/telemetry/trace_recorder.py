@@ -79,10 +79,11 @@ class TraceRecorder:
         key = secret.key("names in traces") if secret else secrets.token_bytes(32)
         self._key = hashlib.blake2b(key, person=b"paceline trace").digest()
         self._origin = time.time() - time.monotonic()
-        """What to add to an instant of time.monotonic(); it stays the same if somebody sets the clock."""
+        """Seconds to add to an instant of time.monotonic() to get time since 1970. Fixed at start, even if the clock is
+        set later."""
         self._waiting: queue.Queue[Ending | None] = queue.Queue(MOST_WAITING)
         self.dropped = 0
-        """Lines that are not in the file, because the disk was too slow or failed."""
+        """Number of lines that are missing in the file, because the disk was too slow or failed."""
         try:
             if path.exists() and path.stat().st_size:
                 path.replace(self._older)

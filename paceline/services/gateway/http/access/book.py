@@ -46,7 +46,7 @@ class AccessBook:
         self._classes = classes
         self._version = _version(file)
         self._keys: dict[str, ApiKey] = {}
-        """The keys by their digests in hexadecimal."""
+        """The accepted keys, by their digests in hexadecimal."""
         self.has_clients = False
         """Whether clients need a key."""
         self.has_admins = False

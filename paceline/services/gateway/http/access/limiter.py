@@ -52,9 +52,9 @@ class Limiter:
         self._count_refusal = count_refusal
         self._clock = clock
         self._meters: dict[str, Meter] = {}
-        """What clients use, by owner."""
+        """Meters of clients' requests, by owner."""
         self._line_meters: dict[str, Meter] = {}
-        """What lines of batches use, by owner. Clients never wait for them."""
+        """Meters of lines of batches, by owner. Clients never wait because of these lines."""
 
     def begin(self, owner: str, *, is_line: bool = False) -> Admission:
         """Count a request of a key and return its admission. Raises ApiError if a limit of requests is reached.

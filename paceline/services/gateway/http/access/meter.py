@@ -49,7 +49,7 @@ class Meter:
     def __init__(self, name: str, limits: KeyLimits, count_refusal: Callable[[str], object], now: float) -> None:
         self.name = name
         self.request_class = DEFAULT
-        """Class of the key's requests."""
+        """Name of the request class of the key's requests."""
         self._count_refusal = count_refusal
         self.running = 0
         self.requests: MinuteLimit | None = None
@@ -59,7 +59,7 @@ class Meter:
         self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
         self.limits = KeyLimits()
         self._usual: float | None = None
-        """Mean number of tokens in the latest answers; None if there was none."""
+        """Mean number of tokens in the latest answers; None before the first answer has ended."""
         self.set_limits(limits, now)
 
     def set_limits(self, limits: KeyLimits, now: float) -> None:

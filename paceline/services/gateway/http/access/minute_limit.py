@@ -53,13 +53,13 @@ class MinuteLimit:
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
         self._used = 0
-        """Sum of the log."""
+        """Sum of the amounts in the log, which covers the last minute."""
         self._log: deque[Charge] = deque()
         self._level = self._burst(1.0)
         self._filled = now
 
     def wait(self, amount: int, now: float, part: Part = ALL) -> float:
-        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit counts as the limit."""
+        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit is treated as the limit."""
         self._advance(now, part.share)
         missing = min(amount, self._burst(part.share)) - self._level
         paced = missing * MINUTE / (self.per_minute * part.share) if missing > 0 else 0.0
