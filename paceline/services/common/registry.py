@@ -52,7 +52,7 @@ _STREAM_SECONDS = 600
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
-"""Roles that one worker can have one after another."""
+"""Roles between which a running worker can change."""
 State = Literal["starting", "ready", "draining"]
 _ROLES, _STATES = frozenset(get_args(Role)), frozenset(get_args(State))
 
@@ -68,7 +68,7 @@ class Member:
     epoch: int
     """A number that increases with every start of the service, and with every change of its role."""
     address: str
-    """host:port of its gRPC server, or of a gateway's HTTP server."""
+    """host:port of the member's gRPC server; of the HTTP server if the member is a gateway."""
     host_id: str
     """Id of the kvtransfer service whose arena the member uses. A handoff within one host moves no bytes."""
     state: State = "ready"
@@ -77,8 +77,8 @@ class Member:
     layout: str = ""
     """Fingerprint of the KV layout. Only workers with the same fingerprint can hand over to each other."""
     weights: str = ""
-    """Digest of the model's config and weights, which a worker needs to continue an answer that another worker began;
-    "" if unknown, because the worker has not loaded them or is of an earlier release."""
+    """Digest of the model's config and weights. Only workers with the same digest continue an answer that has begun.
+    "" if unknown, because the worker has not loaded the weights or is of an earlier release."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the files that `model` covers, by their names."""
     max_model_len: int = 0

@@ -130,7 +130,7 @@ class EventFeed:
         self._reading: asyncio.Task[None] | None = None
 
     async def join(self, inbox: Inbox) -> worker_pb2.Recipient:
-        """Deliver an attempt's events to `inbox` until `leave`. Return the recipient to name when it is admitted.
+        """Deliver an attempt's events to `inbox` until `leave`. Return the recipient to name in its admission.
 
         Raises FeedError if the stream cannot be opened.
         """

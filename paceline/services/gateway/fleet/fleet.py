@@ -190,7 +190,7 @@ class Fleet:
         await self._refreshed.wait()
 
     def set_aside(self, worker: RemoteWorker) -> None:
-        """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        """Give a worker no new work until a health check succeeds. The next check follows within two seconds."""
         self._members.set_aside(worker)
 
     def avoid_link(self, link: Link) -> None:

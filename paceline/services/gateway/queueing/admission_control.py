@@ -228,8 +228,8 @@ class AdmissionControl:
         )
 
     def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float) -> bool:
-        """Return whether a prompt should wait in the gateway's queue, because all workers have enough prompts of their
-        own.
+        """Return whether a prompt should wait in the gateway's queue, because all workers have enough prompts in their
+        own queues.
 
         Args:
             waited: seconds since the request began to wait in the queue.

@@ -87,8 +87,8 @@ class Candidate:
 
     @property
     def has_room(self) -> bool:
-        """Whether this gateway may send the worker another call: it has fewer than `max_seqs` of its own there. The
-        worker decides: it knows the calls of all gateways."""
+        """Whether this gateway may send the worker another call: fewer than `max_seqs` of its own calls run there. The
+        worker itself may still refuse, because it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs
 
     @property

@@ -38,7 +38,7 @@ FETCH_TOKENS_PER_SECOND = 20_000.0
 LINK_SECONDS = 0.01
 """Fixed time of a transfer between hosts, in seconds. The time for the transferred bytes is added to it."""
 HANDOFF_SECONDS = 0.02
-"""Time that a handoff takes, in seconds. The decode worker must at least finish its current step first."""
+"""Estimated time of a handoff, in seconds. The decode worker must at least finish its current step before it."""
 LOAD_SECONDS = 1.0
 """Cost of a full decode worker, in seconds: a request accepts a first token that comes this much later to get an idle
 decode worker instead."""

@@ -185,7 +185,7 @@ class AttemptStarter:
 
         Args:
             held: why the sequence is not sent to a worker that has room; "" if there is none.
-            is_busy: whether a worker might have room later.
+            is_busy: whether a worker that fits the sequence exists and might have room later.
             is_left_behind: whether there are workers, but none with the weights that began the answer.
 
         Raises:

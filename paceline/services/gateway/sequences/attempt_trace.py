@@ -71,7 +71,7 @@ class EncodingTrace(NamedTuple):
     encode_seconds: float
     bytes: int
     bytes_moved: int
-    """Bytes that the worker that computes the prompt fetched from another host."""
+    """Number of bytes that the worker that computes the prompt fetched from another host."""
 
 
 class Gaps(NamedTuple):
@@ -119,17 +119,17 @@ def gaps_of(times: Sequence[float]) -> Gaps | None:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """One attempt, from its place in the queue to its end. Instants that have not come are None."""
+    """Record of one attempt, from its place in the queue to its end. Instants that have not come yet are None."""
 
     queued: float = field(default_factory=time.monotonic)
     ahead: int = 0
     """Number of sequences that were waiting when this sequence joined the queue."""
     computed_with: Numerics | None = None
-    """`SequenceTrace.computed_with` when this attempt began."""
+    """Value of `SequenceTrace.computed_with` at the start of this attempt: numerics of the first results."""
     decoded_with: Numerics | None = None
-    """`SequenceTrace.decoded_with` when this attempt began."""
+    """Value of `SequenceTrace.decoded_with` at the start of this attempt: numerics of the newest tokens."""
     weights: str = ""
-    """`SequenceTrace.weights` when this attempt began."""
+    """Value of `SequenceTrace.weights` at the start of this attempt: weights of the first results."""
     waited_for: Counter[str] = field(default_factory=Counter)
     """How often the attempt was not admitted, by the reason."""
     number: int = 0
@@ -159,7 +159,7 @@ class AttemptTrace:
     token_times: list[float] = field(default_factory=list)
     """Instants at which messages with tokens arrived; after `close` only the first two and the last one."""
     token_counts: list[int] = field(default_factory=list)
-    """Number of tokens in each message, until `close`."""
+    """Number of tokens in each message of `token_times`; empty after `close`."""
     tokens: int = 0
     scores: int = 0
     """Number of prompt tokens whose logprobs have come."""
@@ -205,7 +205,12 @@ class AttemptTrace:
         self.waited_for[reason] += 1
 
     def ask(self, decode: Member | None, prefill: Member | None, number: int, context_tokens: int) -> None:
-        """Record that these workers are asked to admit the attempt."""
+        """Record that these workers are asked to admit the attempt.
+
+        Args:
+            number: number of the attempt in its sequence, from 1.
+            context_tokens: number of tokens of the prompt, plus tokens that earlier attempts have generated.
+        """
         self.asked = time.monotonic()
         self.decode = None if decode is None else WorkerName.of(decode)
         self.prefill = None if prefill is None else WorkerName.of(prefill)

@@ -32,7 +32,7 @@ class NobodyFound:
 
     at: float
     is_busy: bool
-    """Whether a worker might have room later."""
+    """Whether a worker that fits the sequence exists and might have room later."""
     is_left_behind: bool
     """Whether there are workers, but none with the weights that computed the first results."""
 

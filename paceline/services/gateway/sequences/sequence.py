@@ -129,7 +129,8 @@ class SequenceRun:
         return UnavailableError(f"{reason}; try again later")
 
     def note(self, event: Event, attempt_trace: AttemptTrace) -> Event | None:
-        """Record an event and return the part that the client has not seen yet; None if there is none."""
+        """Record an event of a running attempt, and return its part that the client has not received yet; None if the
+        client has received all of it."""
         before = self.progress
         self.progress = before.after(event)
         match event:

@@ -59,7 +59,7 @@ class MinuteLimit:
         self._filled = now
 
     def wait(self, amount: int, now: float, part: Part = ALL) -> float:
-        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit is treated as the limit."""
+        """Return the seconds until `amount` may be used; 0 if now. For an amount above the limit, use the limit."""
         self._advance(now, part.share)
         missing = min(amount, self._burst(part.share)) - self._level
         paced = missing * MINUTE / (self.per_minute * part.share) if missing > 0 else 0.0
