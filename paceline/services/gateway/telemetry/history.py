@@ -39,7 +39,7 @@ class Levels(NamedTuple):
     waiting: int = 0
     blocks: int = 0
     used_blocks: int = 0
-    """Number of KV blocks that sequences hold or that are being transferred."""
+    """Number of KV blocks that running requests use."""
     cached_blocks: int = 0
 
 
