@@ -1,9 +1,9 @@
 """A proof in every gRPC call that its caller has the cluster's secret. Servers require it for all methods.
 
-The secret itself is never sent, because without TLS nobody knows who listens at an address. A call has a keyed hash
-(HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So an intercepted proof
-is useless for another method, at another service, a second time, or later. The answer to a health check also proves
-that the service has the secret, so that no other program stays in the fleet at the address of a member.
+The secret itself is never sent, because without TLS a caller does not know who listens at an address. A call carries a
+keyed hash (HMAC-SHA-256) of its method, its time, a random number, and the address that the caller meant. So an
+intercepted proof is useless for another method, for another service, a second time, or later. The answer to a health
+check also proves that the service has the secret, so another program at the address of a member is not taken for it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ import grpc.aio
 from paceline.services.common.secret import Secret
 
 CLOCK_SECONDS = 30.0
-"""Time by which the clocks of two hosts of a cluster may differ, in seconds."""
+"""Largest difference between the clocks of two hosts of a cluster, in seconds."""
 HOST_SERVICE = "kvtransfer"
-"""Target of a worker's calls to kvtransfer, in place of its address: kvtransfer may not know the host name in the
-worker's --kvtransfer-address.
-"""
+"""Target in the proofs of a worker's calls to kvtransfer. It replaces the address, because kvtransfer may not know the
+host name in the worker's --kvtransfer-address."""
 ANY_SERVICE = "*"
-"""Target of health checks from the command line. A proof for this target is valid for health checks alone."""
+"""Target in the proofs of health checks from the command line. Such a proof is valid for health checks only."""
 REFUSAL = (
     "the caller does not have the secret of this service; start both with the same --auth-token-file, "
     "and restart the one that has an older secret"
@@ -48,10 +47,10 @@ _HEALTH = "/grpc.health.v1.Health/"
 
 
 class Prover:
-    """Makes the proofs of the calls to one service.
+    """Makes the proofs for calls to one service.
 
     Args:
-        meant: the address of the service, or a name in its place, such as HOST_SERVICE.
+        meant: the target in the proofs: the address of the service, or a name that replaces it, such as HOST_SERVICE.
     """
 
     def __init__(self, secret: Secret, meant: str) -> None:
@@ -60,17 +59,21 @@ class Prover:
         self._meant = quote(meant, safe="/:[]*")
 
     def header(self, method: str) -> tuple[str, str]:
-        """Return the metadata for a new call of a method, such as "/paceline.v1.Decode/Generate"."""
+        """Return the metadata entry with the proof for a new call.
+
+        Args:
+            method: full name of the method, such as "/paceline.v1.Decode/Generate".
+        """
         now, nonce = str(int(time.time())), secrets.token_hex(12)
         mac = _mac(self._key, method, now, nonce, self._meant)
         return _KEY, f"{_SCHEME}v1:{now}:{nonce}:{mac}:{self._meant}"
 
     def challenge(self) -> tuple[str, str]:
-        """Return metadata that asks the service for a proof that it has the secret."""
+        """Return a metadata entry that asks the service for a proof that it has the secret, too."""
         return _CHALLENGE, secrets.token_hex(12)
 
     def is_answered(self, challenge: tuple[str, str], metadata: Iterable[tuple[str, str | bytes]]) -> bool:
-        """Return whether the trailing metadata of a call has the proof that was asked for."""
+        """Return whether the trailing metadata of a call contains the right proof for a challenge."""
         given = dict(metadata).get(_ANSWER)
         return isinstance(given, str) and hmac.compare_digest(
             given.encode(), _answer(self._answers, challenge[1], self._meant).encode()
@@ -80,8 +83,8 @@ class Prover:
 def answer(secret: Secret, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str], ...]:
     """Return the trailing metadata for a caller that has asked for a proof that this service has the secret.
 
-    The proof covers the address that the caller meant, which was checked before. So it is useless to a program at
-    another address.
+    The proof covers the address that the caller meant, which has been checked before. So a program at another address
+    cannot use the proof.
 
     Args:
         metadata: the metadata of the call.
@@ -103,12 +106,12 @@ def _mac(key: bytes, method: str, now: str, nonce: str, meant: str) -> str:
 
 
 class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """An interceptor that ends every call without a proof with UNAUTHENTICATED, before any message is read.
+    """An interceptor that ends every call without a valid proof with UNAUTHENTICATED, before any message is read.
 
-    This includes health checks and calls of methods that do not exist.
+    Health checks and calls of methods that do not exist need a proof, too.
 
     Args:
-        known_as: names by which callers may address this server. The collection may grow.
+        known_as: targets that proofs for this server may have. The caller may add to the collection later.
     """
 
     def __init__(self, secret: Secret, known_as: Collection[str]) -> None:
@@ -132,7 +135,11 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         return self._problem(handler_call_details.method, given[0]) or await continuation(handler_call_details)
 
     def _problem(self, method: str, given: str) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Return the handler that refuses a call; None if its proof is right."""
+        """Return a handler that refuses the call; None if its proof is right.
+
+        Args:
+            given: the proof in the call's metadata.
+        """
         found = _PROOF.fullmatch(given.removeprefix(_SCHEME))
         if found is None or not given.startswith(_SCHEME):
             return _refusal(REFUSAL)
@@ -155,16 +162,16 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
 
 class _UsedNonces:
-    """The random numbers of accepted proofs, kept while a proof with their time would still be accepted."""
+    """The random numbers of accepted proofs. Each is kept until a proof of the same time would be too old anyway."""
 
     def __init__(self) -> None:
         self._newer: set[str] = set()
         self._older: set[str] = set()
         self._turn_at = time.monotonic()
-        """Time at which the newer numbers become the older ones, on time.monotonic()."""
+        """Instant at which the newer numbers become the older ones, and the older ones are dropped."""
 
     def add(self, nonce: str) -> bool:
-        """Remember a number. Return whether it is new."""
+        """Add a random number. Return whether it is new; a number that is not new shows a replayed proof."""
         if (now := time.monotonic()) >= self._turn_at:
             # A caller's clock may be ahead, so its proof may be valid for twice the time.
             self._newer, self._older, self._turn_at = set(), self._newer, now + 2 * CLOCK_SECONDS

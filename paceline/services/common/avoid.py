@@ -10,11 +10,11 @@ K = TypeVar("K")
 
 
 class Avoided(Generic[K]):
-    """Keys, such as links, that are avoided for a random time after a failure. The time is random so that processes
-    that saw the same failure do not all try again at once.
+    """Keys, such as links, that are avoided for a random time after a failure. Random times prevent that all processes
+    which saw the same failure try again at once.
 
     Args:
-        seconds: the shortest and the longest time for which a key is avoided, in seconds.
+        seconds: shortest and longest time for which a key is avoided, in seconds.
     """
 
     def __init__(self, seconds: tuple[float, float]) -> None:

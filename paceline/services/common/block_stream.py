@@ -1,8 +1,8 @@
 """The Redis stream of block events: kvtransfer services write the changes of their reusable blocks, and gateways read
 them.
 
-The stream is only a hint: it may be lost at any time, and nobody waits for it. Events of one pool are numbered without
-gaps, so a reader knows when it has missed some.
+The stream is only a hint: it may be lost at any time, and no service depends on it. Events of one pool are numbered
+without gaps, so a reader notices when it has missed events.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from paceline.core.block_pool import BlockEvent
 from paceline.core.context import HASH_BYTES
 
 _EVENT = struct.Struct(f"<BB{HASH_BYTES}s")
-"""One event: 1 if the block was stored or 0 if it was removed, its group, its hash."""
+"""Binary format of an event: 1 if the block was stored or 0 if it was removed, the block's group, the block's hash."""
 
 
 def blocks_stream(cluster: str) -> str:
-    """Return the key of the stream, whose entries are made by `BlockBatch.to_entry`."""
+    """Return the Redis key of a cluster's stream. Its entries are made by `BlockBatch.to_entry`."""
     return f"paceline:{cluster}:blocks"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBatch:
-    """Consecutive events of one host."""
+    """Consecutive block events of one host."""
 
     host_id: str
     pool: str
-    """Id of the memory that has the blocks. A new memory is empty at first, and its events start at 0."""
+    """Id of the pool of memory that contains the blocks. A new pool is empty, and its events are numbered from 0."""
     first: int
-    """Number of the first event."""
+    """Number of the batch's first event in its pool."""
     events: tuple[BlockEvent, ...]
 
     def to_entry(self) -> dict[str, str | int | bytes]:
@@ -40,7 +40,7 @@ class BlockBatch:
 
     @staticmethod
     def from_entry(entry: Mapping[bytes, bytes]) -> BlockBatch | None:
-        """Return the batch; None if the entry has another format, for example because another program wrote it."""
+        """Decode an entry of the stream; None if it has another format, as an entry of another program may have."""
         try:
             events = tuple(
                 BlockEvent("stored" if stored else "removed", group, digest)

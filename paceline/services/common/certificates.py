@@ -1,4 +1,4 @@
-"""Certificates in files. A file that changes is read again, so that a renewal needs no restart."""
+"""Certificates in files. A file that changes is read again, so that renewed certificates need no restart."""
 
 from __future__ import annotations
 
@@ -23,31 +23,29 @@ class CertificateFiles:
     """Paths of PEM files."""
 
     certfile: str
-    """The certificate, followed by the certificates of the authorities between it and the root, if there are any."""
+    """File with the certificate, followed by the certificates of intermediate authorities, if there are any."""
     keyfile: str
-    """The certificate's private key, without a password."""
+    """File with the certificate's private key, which must not need a password."""
     ca_certs: str = ""
-    """Authorities whose certificates are accepted from the other side; "" if none is asked for."""
+    """File with the authorities whose certificates are accepted from the other side; "" to ask for no certificate."""
 
     def read(self) -> tuple[bytes, bytes, bytes]:
         """Return the contents of the three files. Raises ConfigError."""
         return _read(self.certfile), _read(self.keyfile), _read(self.ca_certs) if self.ca_certs else b""
 
     def versions(self) -> list[tuple[int, ...] | None]:
-        """Return, for each file, numbers that change whenever the file is written or replaced; None if there is no such
-        file.
-        """
+        """Return each file's version: numbers that change when it is written or replaced; None if it is missing."""
         return [_version(path) for path in (self.certfile, self.keyfile, self.ca_certs) if path]
 
 
 class Renewed(Generic[T]):
-    """A value that is made from certificate files, and made again after they have changed.
+    """A value that is made from certificate files, and made again after the files have changed.
 
-    If the changed files cannot be used, the last good value stays, and an error is logged. May be used by several
-    threads.
+    If the changed files cannot be used, the last good value stays, and an error is logged. Several threads may use it.
 
     Args:
-        make: makes the value from the files. Raises ConfigError if they cannot be used; so does the constructor.
+        make: function that makes the value from the files. It raises ConfigError if the files cannot be used, and the
+            constructor passes this error on.
     """
 
     def __init__(self, files: CertificateFiles, make: Callable[[CertificateFiles], T]) -> None:
@@ -58,7 +56,7 @@ class Renewed(Generic[T]):
         self._value = make(files)
 
     def current(self) -> T:
-        """Return the value for the files as they are now. It is the same object as before if they have not changed."""
+        """Return the value for the present files: the same object as before if the files have not changed."""
         with self._lock:
             versions = self._files.versions()
             if versions != self._versions:
@@ -72,7 +70,7 @@ class Renewed(Generic[T]):
 
 
 def server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLContext:
-    """Return a context for servers of HTTP/1.1.
+    """Return a TLS context for servers of HTTP/1.1.
 
     Args:
         verify: whether clients may or must show a certificate, which must be signed by one of `files.ca_certs`.
@@ -98,7 +96,10 @@ def server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLCo
 
 
 def renewed_server_context(files: CertificateFiles, verify: ssl.VerifyMode) -> ssl.SSLContext:
-    """Return a context like `server_context`, whose every handshake uses the files as they are at that time."""
+    """Return a TLS context for servers of HTTP/1.1, whose handshakes read the files again if they have changed.
+
+    The arguments and errors are those of `server_context`.
+    """
     contexts = Renewed(files, lambda files: server_context(files, verify))
     listening = server_context(files, verify)
 

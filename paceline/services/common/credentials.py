@@ -17,8 +17,8 @@ class ClusterTls:
     """TLS between services. Both sides show a certificate, which an authority in `files.ca_certs` must have signed.
 
     Args:
-        name: the name that the certificates of all servers have; "" if each has the host name or IP address by which it
-            is called.
+        name: the name that the certificates of all servers contain; "" if each contains the host name or IP address
+            under which its server is called.
 
     Raises ConfigError if the files cannot be used.
     """
@@ -32,7 +32,7 @@ class ClusterTls:
         return self._sides.current().channel
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return the credentials of a server, which uses the files as they are at each handshake."""
+        """Return the credentials of a server. Each handshake uses the certificate files as they are at that time."""
         used = self._sides.current().server
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:
@@ -53,7 +53,7 @@ class _Sides(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The credentials that a service shows to others and asks of them. By default there are none."""
+    """The secret and the certificates that a service shows to other services and requires of them; none by default."""
 
     secret: Secret = Secret()
     tls: ClusterTls | None = None

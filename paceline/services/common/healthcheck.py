@@ -1,9 +1,9 @@
 """A health check of one service: `python -m paceline.services.common.healthcheck [--alive] HOST:PORT [CONFIG_FILE]`.
 
-CONFIG_FILE is the service's --config. The keys at its top name the secret and the certificates. Exit code 0: the
-service takes requests; 1: it does not, because it is starting, draining or gone; 2: wrong usage, or the service does
-not trust this caller. With --alive, the code is also 0 for a service that answers and takes no requests, such as one
-that drains.
+CONFIG_FILE is the file that the service gets with --config. Its top-level keys name the secret and the certificates.
+Exit code 0: the service takes requests. 1: it takes none, because it is starting, draining or gone. 2: wrong usage, or
+the service does not trust this caller. With --alive, the exit code is also 0 if the service answers but takes no
+requests, for example because it drains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ async def check(address: str, credentials: Credentials, alive: bool = False) -> 
     """Return within 3 seconds whether the service at `address` (host:port) takes requests.
 
     Args:
-        alive: whether any answer of the service is enough.
+        alive: whether to return True for any answer of the service, even if it takes no requests.
 
     Raises RefusedError or UntrustedError.
     """

@@ -1,4 +1,4 @@
-"""KV layouts as messages, and the comparison of a worker's layout with the arena's."""
+"""KV layouts as messages, and the comparison of a worker's KV layout with that of the arena."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_GROUPS = 64
 _MAX_NAME = 256
 _MAX_PARTS = 4096
 _SHOWN = 16
-"""Number of digits of a digest that are shown to people."""
+"""Number of digits of a digest that error messages show."""
 
 
 def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
-    """Return the part of a layout that services other than workers need."""
+    """Convert a layout to a message, which contains the part that services other than workers need."""
     return pb.KVLayout(
         fingerprint=layout.fingerprint,
         slot_bytes=layout.slot_bytes,
@@ -28,10 +28,10 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
 
 
 def layout_from_pb(message: pb.KVLayout) -> KVLayout:
-    """Return the layout without layers and heads, which only workers know.
+    """Convert a message to a layout. It lacks layers and heads, which only workers know.
 
     Raises:
-        InvalidRequestError: no arena can have this layout.
+        InvalidRequestError: an arena cannot have this layout.
     """
     sizes = [group.block_tokens for group in message.groups]
     if not 0 < len(message.fingerprint) <= _MAX_NAME:
@@ -64,7 +64,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
 
 
 def difference(ours: KVLayout, theirs: KVLayout) -> str:
-    """Return the first difference in words. The fingerprint comes last, because any difference changes it."""
+    """Describe the first difference between two layouts. Fingerprints come last: any difference changes them."""
     if len(ours.groups) != len(theirs.groups):
         return f"it has {len(theirs.groups)} groups of layers, the arena {len(ours.groups)}"
     for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):

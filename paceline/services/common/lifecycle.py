@@ -1,4 +1,4 @@
-"""The start and the end of a service process."""
+"""The start and the end of a service process: signals, its own address, and the announcement that it is ready."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from paceline.core.errors import ConfigError
 from paceline.services.common.redis_url import without_password
 
 UNDO_SECONDS = 5.0
-"""Time that a cancelled start has to undo what it has done, in seconds."""
+"""Longest time for a cancelled start to undo its changes, in seconds."""
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses for documentation (RFC 5737, RFC 3849). They are reached over the default route."""
+"""Addresses for documentation (RFC 5737, RFC 3849), by which the default route is found. No packet is sent to them."""
 _ANY_PORT = 9
 
 Started = TypeVar("Started")
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def stop_on_signals() -> asyncio.Event:
-    """Return an event that SIGTERM or SIGINT sets. A second signal ends the process at once."""
+    """Return an event that SIGTERM or SIGINT will set. A second signal ends the process at once."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -47,7 +47,7 @@ def stop_on_signals() -> asyncio.Event:
 
 
 async def start_unless_stopped(start: Coroutine[Any, Any, Started], stop: asyncio.Event) -> Started:
-    """Return the result of `start`. If `stop` is set first, cancel `start` and end the process with exit code 0."""
+    """Run `start` and return its result. If `stop` is set first, cancel `start` and end the process with code 0."""
     starting, stopping = asyncio.ensure_future(start), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -79,7 +79,7 @@ def reachable_address(config: ServiceConfig, port: int) -> str:
 
 
 def best_address(candidates: Sequence[str]) -> str | None:
-    """Return the first address that other machines can reach, or else the first one; None if there is none."""
+    """Return the first address that other machines can reach, else the first address; None if there is no address."""
     for address in candidates:
         kind = ipaddress.ip_address(address)
         # A link-local address needs a scope, which other machines do not know.
@@ -89,7 +89,11 @@ def best_address(candidates: Sequence[str]) -> str | None:
 
 
 def announce_ready(config: ServiceConfig, address: str) -> None:
-    """Tell the process that started this one that requests may come, if it passed --ready-fd."""
+    """Tell the parent process that this service takes requests, if the parent passed --ready-fd.
+
+    Args:
+        address: the address of the service, which is sent to the parent.
+    """
     # Objects that exist by now will stay, so the garbage collector need not check them again. Checking all of torch's
     # objects takes about 50 ms, during which this process runs no other Python code.
     gc.collect()
@@ -106,8 +110,8 @@ def unique_name(role: str) -> str:
 def _own_addresses(redis: str, family: socket.AddressFamily) -> list[str]:
     """Return the local addresses from which this machine reaches Redis and other networks, the best one first.
 
-    Services that use the same Redis can most likely reach us at the address from which we reach it. The host's own name
-    is not resolved, because /etc/hosts may give it a loopback address. Raises ConfigError if `redis` is no URL.
+    Services that use the same Redis can most likely reach us at the address from which we reach Redis. The host's own
+    name is not resolved, because /etc/hosts may give it a loopback address. Raises ConfigError if `redis` is no URL.
     """
     try:
         url = urlsplit(redis)

@@ -1,9 +1,10 @@
-"""Following the members of a cluster: which have sent a heartbeat, which have not, and which have new figures.
+"""News of a cluster's members: which members have sent a heartbeat, which are silent, and which have new figures.
 
-A reading costs as much as there is news. A beat has the version of a member's value, and only values with a new version
-are read. A lost beat does no harm, because the next one has the same content. Members of earlier releases write no
-beats, so their values are read each time. Values and beats that no service of this cluster has signed are ignored. A
-member's notice that it leaves needs no signature: a member that still serves stays all the same.
+The cost of a reading grows with the news, not with the number of members. A beat contains the version of a member's
+value, and only values with a new version are read. A lost beat does no harm, because the next beat has the same
+content. Members of earlier releases write no beats, so their values are read each time. Values and beats that no
+service of this cluster has signed are ignored. A member's notice that it leaves needs no signature: if the notice is
+forged, the member still answers health checks and stays.
 """
 
 from __future__ import annotations
@@ -29,15 +30,13 @@ from paceline.services.common.registry import (
 )
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
-"""Time without a heartbeat after which a member is no longer listed, in seconds. It is shorter than the TTL, to leave
-time for finding the reason.
-"""
+"""Time without a heartbeat after which a member is no longer listed, in seconds. It is shorter than the TTL, so that
+there is time to find the reason of the silence before the member's value expires."""
 _SCAN_SECONDS = 5.0
-"""Time between two searches for members of earlier releases, if none is known."""
+"""Interval between two searches for members of earlier releases while no such member is known, in seconds."""
 _ANSWER_SECONDS = 1.0
 _MOST = 200
-"""Largest number of beats or values in one answer of Redis, so that reading them does not hold up other tasks for
-long."""
+"""Largest number of beats or values in one answer of Redis, so that reading the answer does not delay other tasks."""
 
 _Entry = tuple[bytes, dict[bytes, bytes]]
 """An entry of a Redis stream: its id and its fields."""
@@ -54,7 +53,7 @@ class News:
     heard: list[str] = field(default_factory=list)
     """Names of members that have sent a heartbeat."""
     unlisted: list[str] = field(default_factory=list)
-    """Names of members that took themselves off the list, or that have been silent for too long."""
+    """Names of members that have removed themselves from Redis, or that have been silent for too long."""
 
 
 class MemberFeed:
@@ -71,18 +70,18 @@ class MemberFeed:
         self._heard: dict[str, float] = {}
         """Time of the last heartbeat of each listed member, on time.monotonic()."""
         self._mute: set[str] = set()
-        """Members that write no beats."""
+        """Names of members that write no beats."""
         self._ended: set[str] = set()
-        """Members that have ended and have sent no heartbeat since. Redis keeps the value of a killed process for a
-        while, which must not count as news. So their versions are kept until they are off the list.
+        """Names of members that have ended and have sent no heartbeat since. Redis keeps the value of a killed process
+        for a while. This value must not count as news, so these members' versions are kept until the value is gone.
         """
         self._scan_at = 0.0
-        """Time at which the set of names is to be read again."""
+        """Instant at which the set of names has to be read again, on time.monotonic()."""
         self._answers_since: float | None = None
-        """Time since which Redis has answered every time; None if it did not answer the last time."""
+        """Instant since which Redis has answered each request; None if it did not answer the last one."""
 
     def forget(self, name: str) -> None:
-        """Treat a member that has ended as new if it is heard again."""
+        """Forget a member that has ended, so that it is new if it sends a heartbeat again."""
         self._heard.pop(name, None)
         if name in self._mute:
             self._mute.discard(name)
@@ -91,10 +90,10 @@ class MemberFeed:
             self._ended.add(name)
 
     async def read(self, take: Callable[[News], object]) -> None:
-        """Give all news since the last call to `take`, in parts. The first call reads all members.
+        """Read all news since the last call, and call `take` with each part of it. The first call reads all members.
 
-        Raises RedisError, OSError or TimeoutError if Redis does not answer. Parts that were passed to `take` before
-        still count.
+        Raises RedisError, OSError or TimeoutError if Redis does not answer. Parts that `take` has already received are
+        not repeated.
         """
         try:
             await self._read(take)
@@ -120,7 +119,7 @@ class MemberFeed:
             self._scan_at = time.monotonic() + _SCAN_SECONDS * random.uniform(0.8, 1.2)
 
     def _noted(self, news: News) -> News:
-        """Remember the members that have sent a heartbeat. Return the argument."""
+        """Remember which members have sent a heartbeat in this news. Return the news unchanged."""
         self._heard.update(dict.fromkeys(news.heard, time.monotonic()))
         for name in news.unlisted:
             self._heard.pop(name, None)
@@ -159,7 +158,7 @@ class MemberFeed:
     # ---- values
 
     async def _read_values(self, names: Sequence[str], news: News) -> list[str]:
-        """Read the values of members, and add those with another version to `news.changed`.
+        """Read the values of members, and add members whose value has a new version to `news.changed`.
 
         Returns the names of members without a value.
         """
@@ -179,7 +178,7 @@ class MemberFeed:
         return [name for name, value in zip(names, values) if value is None]
 
     async def _scan(self, take: Callable[[News], object]) -> None:
-        """Read the listed members that have sent no heartbeat lately, and the members that write no beats."""
+        """Read the values of listed members that have sent no heartbeat lately, or that write no beats."""
         # If Redis was started again with a clock that is behind, the ids of new beats are smaller.
         self._last = min(self._last, await self._newest(), key=_place)
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
@@ -208,5 +207,5 @@ def _name(raw: bytes) -> str:
 
 
 def _place(entry: bytes) -> tuple[int, ...]:
-    """Return the id of an entry of a stream as numbers that can be compared."""
+    """Return the id of a stream entry as numbers, which compare in the order of the stream."""
     return tuple(map(int, entry.split(b"-")))

@@ -1,9 +1,9 @@
 """Signatures of members in Redis, so that write access to Redis is not enough to add, change or bring back a member.
 
-A member is written with a *mark*: the time of the writing, and a keyed hash (HMAC-SHA-256) of this time, the member's
-version, its cluster and its name. So a mark is useless for another value, name or cluster. Its time must grow: a reader
-ignores marks that are older than one that it has read, and accepts the same mark only for the TTL of a member in Redis.
-A reader that has just started checks the time against its own clock.
+A member is written with a *mark*: the time at which it is written, and a keyed hash (HMAC-SHA-256) of this time, the
+member's version, its cluster and its name. So a mark is useless for another value, name or cluster. The time of a
+member's marks must grow: a reader ignores marks that are older than one that it has read, and accepts the same mark
+only for the TTL of a member in Redis. A reader that has just started checks the time against its own clock.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from paceline.services.common.auth import CLOCK_SECONDS
 from paceline.services.common.secret import Secret
 
 TTL_SECONDS = 5.0
-"""Time that a member lives in Redis after it was written, in seconds."""
+"""Time after which a member expires in Redis unless it is written again, in seconds."""
 
 _MARK = struct.Struct(">Q32s")
-"""Nanoseconds since 1970, and the keyed hash."""
+"""Binary format of a mark: nanoseconds since 1970, and the keyed hash."""
 _FIELD = bytes((0xE2, 0x01, _MARK.size))
-"""Begin of the field `mark` of a protobuf Member, which is the last one of a signed value."""
+"""First bytes of the field `mark` of a protobuf Member. It is the last field of a signed value."""
 _VERSION_BYTES = 16
 _FRESH_SECONDS = TTL_SECONDS + CLOCK_SECONDS
-"""Age up to which a reader accepts the first mark of a member, in seconds by its own clock."""
+"""Largest age of the first mark of a member that a reader accepts, in seconds by the reader's own clock."""
 
 log = logging.getLogger(__name__)
 
 
 def version_of(member: bytes) -> bytes:
-    """Return the version of a serialized member: a digest."""
+    """Return the version of a serialized member, which is a digest of it."""
     return hashlib.blake2b(member, digest_size=_VERSION_BYTES).digest()
 
 
 class _Newest(NamedTuple):
     stamp: int
-    """The time in the newest mark, in nanoseconds on the writer's clock."""
+    """The time in a member's newest mark, in nanoseconds since 1970 on the writer's clock."""
     since: float
-    """Time at which this mark was first read, on time.monotonic()."""
+    """Instant at which this mark was first read, on time.monotonic()."""
 
 
 class MemberSignatures:
-    """Signs the members that one service writes, and checks those that it reads.
+    """Signs the members that one service writes, and checks the members that it reads.
 
-    Without a secret nothing is signed, and everything is accepted.
+    Without a secret, members are not signed, and all members are accepted.
 
     Args:
         count_ignored: called for each value and beat that is ignored.
@@ -61,13 +61,13 @@ class MemberSignatures:
         """The time in the newest mark that this service has written."""
         self._newest: dict[str, _Newest] = {}
         self._sweep_at = time.monotonic()
-        """Next time at which names that are no longer read are forgotten, on time.monotonic()."""
+        """Next instant at which marks of members that are no longer read are dropped, on time.monotonic()."""
         self._told: set[str] = set()
-        """Kinds of trouble that were logged already."""
+        """Kinds of signature faults that have been logged already."""
         self._count_ignored = count_ignored
 
     def sign(self, name: str, member: bytes) -> tuple[bytes, bytes]:
-        """Return the value that Redis is to hold, and the text of the beat.
+        """Sign a member. Return its value for Redis, and the text of its beat.
 
         Args:
             member: the member as a protobuf message.
@@ -80,7 +80,7 @@ class MemberSignatures:
         return member + _FIELD + mark, version + mark
 
     def open(self, name: str, value: bytes) -> bytes | None:
-        """Return the member in a value of Redis; None if no service of this cluster has written it lately."""
+        """Check a value from Redis and return the member in it; None if its mark is missing, wrong or too old."""
         if not self._key:
             return value
         end = len(value) - _MARK.size
@@ -89,7 +89,7 @@ class MemberSignatures:
         return member if self._is_taken(name, version_of(member), mark) else None
 
     def version(self, name: str, beat: bytes) -> bytes | None:
-        """Return the version of a member's value by its beat; None if the member has not written this beat lately."""
+        """Check a beat and return the version of the member's value in it; None if its mark is wrong or too old."""
         version, mark = beat[:_VERSION_BYTES], beat[_VERSION_BYTES:]
         return version if not self._key or self._is_taken(name, version, mark) else None
 
@@ -109,7 +109,11 @@ class MemberSignatures:
         return True
 
     def _is_fresh(self, name: str, stamp: int) -> bool:
-        """Return whether a mark is new enough, and remember the newest one."""
+        """Return whether a member's mark is new enough, and remember the newest mark.
+
+        Args:
+            stamp: the time in the mark, in nanoseconds since 1970.
+        """
         now = time.monotonic()
         newest = self._newest.get(name, _Newest(0, now))
         if stamp <= newest.stamp:

@@ -1,6 +1,6 @@
-"""Roles whose number of workers a person has set, in Redis: gateways write them, the planner obeys them.
+"""Numbers of workers that people have fixed for roles, in Redis: gateways write them, and the planner obeys them.
 
-The planner remembers these numbers, and writes them again if Redis has lost them.
+The planner remembers these numbers, and writes them to Redis again if Redis has lost them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ def _key(cluster: str) -> str:
 
 
 def is_count(value: bytes) -> bool:
-    """Return whether a value in Redis is a number of workers. Other programs can write there, too."""
+    """Return whether a value from Redis is a valid number of workers. Other programs can write to Redis, too."""
     return value.isdigit() and len(value) < 7
 
 
 async def write_pins(client: Redis, cluster: str, pins: Mapping[Role, int]) -> None:
-    """Tell the planner to keep these numbers of workers of these roles. Raises RedisError."""
+    """Tell the planner, by way of Redis, to keep these numbers of workers, by role. Raises RedisError."""
     await client.hset(_key(cluster), mapping={str(role): count for role, count in pins.items()})
 
 
 async def release_pins(client: Redis, cluster: str, roles: Iterable[Role]) -> None:
-    """Tell the planner that it may scale these roles again. Raises RedisError."""
+    """Tell the planner, by way of Redis, that it may scale these roles again. Raises RedisError."""
     await client.hset(_key(cluster), mapping=dict.fromkeys(roles, RELEASED))
 
 
 class Pins:
-    """The planner's memory of the numbers that people have set."""
+    """The planner's copy of the numbers of workers that people have fixed."""
 
     def __init__(self, client: Redis, cluster: str) -> None:
         self._client = client
@@ -45,7 +45,7 @@ class Pins:
         """Number of workers by role."""
 
     async def replace(self, pins: Mapping[Role, int]) -> None:
-        """Note the numbers that people have changed at the platform itself. Raises RedisError.
+        """Write numbers to Redis that people have changed at the platform itself, by role. Raises RedisError.
 
         A number that a gateway has written since the last `read` is newer and stays.
         """
@@ -63,7 +63,7 @@ class Pins:
         await self._client.transaction(write, key)
 
     async def read(self) -> None:
-        """Bring `now` and Redis up to date with each other. Raises RedisError."""
+        """Update `now` from Redis, and write numbers that Redis has lost. Raises RedisError."""
         key = _key(self._cluster)
         found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(key))
         for role in ROLES:

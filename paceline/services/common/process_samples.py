@@ -1,4 +1,4 @@
-"""Figures of a service's own process for metrics, so that an operator sees a leak."""
+"""Figures of a service's own process for metrics, such as its memory, so that operators can see leaks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DESCRIPTORS = Family("process_open_descriptors", "Files, sockets and pipes that 
 THREADS = Family("process_threads", "Threads of a process", "gauge")
 
 _SECONDS = 10.0
-"""Shortest time between two readings, because a member's report should change seldom."""
+"""Least time between two readings, in seconds, because a member's report should change rarely."""
 
 
 class ProcessSamples:
-    """The figures of this process, read from /proc; none on systems without it."""
+    """The figures of this process, read from /proc. There are no figures on systems without /proc."""
 
     def __init__(self) -> None:
         self._read_at = float("-inf")
@@ -34,7 +34,7 @@ class ProcessSamples:
 
 
 def read_process(pid: int) -> tuple[Sample, ...]:
-    """Return memory, descriptors and threads of a process; nothing if it has ended, or if there is no /proc."""
+    """Return memory, descriptors and threads of a process; empty if it has ended, or if there is no /proc."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
         descriptors = len(os.listdir(f"/proc/{pid}/fd"))

@@ -1,4 +1,4 @@
-"""URLs of Redis: their passwords, which come from files and are in no message."""
+"""URLs of Redis: adding a password from a file, and removing passwords for messages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.core.errors import ConfigError
 from paceline.services.common.secret import read_private
 
 _MOST_BYTES = 4096
-"""Size of the largest file that can hold a password."""
+"""Largest size of a file with a password, in bytes."""
 _OPTION = "--redis-password-file"
 
 
 def with_password(url: str, file: str) -> str:
-    """Return a URL of Redis with the password in `file`; the URL as it is if `file` is "".
+    """Return a URL of Redis with the password from `file` added; the unchanged URL if `file` is "".
 
     Raises ConfigError if the file has no password, or if other users may open it.
     """
@@ -37,5 +37,5 @@ def with_password(url: str, file: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """Return a URL of Redis for messages. Users and passwords are left out, even in its options."""
+    """Return a URL of Redis for messages, without users and passwords, even in its query."""
     return re.sub(r"(password=)[^&#]*", r"\1…", re.sub("//.*@", "//…@", url))

@@ -2,8 +2,8 @@
 
 Each service writes one key with a time-to-live and renews it. With each renewal it adds a *beat* to a stream: its name
 and the version of its value. Gateways read the beats, and only values that have changed (`member_feed.py`). The value
-has the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the next
-heartbeats restore everything. If the cluster has a secret, members are signed with it (`member_signatures.py`).
+contains the service's epoch, so that a restart under the same name counts as a new member. After a flush of Redis, the
+next heartbeats restore all members. If the cluster has a secret, members are signed with it (`member_signatures.py`).
 """
 
 from __future__ import annotations
@@ -41,22 +41,18 @@ from paceline.services.common.wire_version import OURS, WireVersions
 
 HEARTBEAT_SECONDS = 1.0
 LEFT = b""
-"""The version in the last beat of a member that leaves in order."""
+"""The version in the last beat of a member that removes itself from Redis."""
 _BEATS_SECONDS = 30.0
-"""Age up to which the stream keeps beats. Gateways read it twice a second, and a beat that is lost does no harm."""
+"""Age up to which the stream keeps beats, in seconds. Gateways read it twice a second; a lost beat does no harm."""
 _MOST_BYTES = 1 << 20
-"""Largest size of a member, in bytes. Other programs can write to Redis, too, and a longer value would only cost time
-and memory.
-"""
+"""Largest size of a member's value that is read, in bytes. A longer value must come from another program."""
 _STREAM_SECONDS = 600
-"""Time after a member has left until the stream expires, in seconds. So nothing stays in Redis after a cluster has
-ended.
-"""
+"""Time after a member has left until the stream expires, in seconds, so that an ended cluster leaves nothing."""
 
 Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
-"""Roles that one worker can have one after another."""
+"""Roles between which a running worker can change."""
 State = Literal["starting", "ready", "draining"]
 _ROLES, _STATES = frozenset(get_args(Role)), frozenset(get_args(State))
 
@@ -70,40 +66,39 @@ class Member:
     worker_id: str
     role: Role
     epoch: int
-    """Increases with every start of the service, and every change of its role."""
+    """A number that increases with every start of the service, and with every change of its role."""
     address: str
-    """host:port of its gRPC server, or of a gateway's HTTP server."""
+    """host:port of the member's gRPC server; of the HTTP server if the member is a gateway."""
     host_id: str
-    """Id of the kvtransfer service whose arena it uses. A handoff between workers of one host moves no bytes."""
+    """Id of the kvtransfer service whose arena the member uses. A handoff within one host moves no bytes."""
     state: State = "ready"
     model: str = ""
     """Digest of the model's config and tokenizer. A gateway gives requests only to workers with the same digest."""
     layout: str = ""
     """Fingerprint of the KV layout. Only workers with the same fingerprint can hand over to each other."""
     weights: str = ""
-    """Digest of the model's config and weights. "" if unknown: the worker has not loaded them, or is of an earlier
-    release. An answer that has begun continues only at workers with the same digest.
-    """
+    """Digest of the model's config and weights. Only workers with the same digest continue an answer that has begun.
+    "" if unknown, because the worker has not loaded the weights or is of an earlier release."""
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Digests of the files that `model` covers, by their names."""
     max_model_len: int = 0
     max_seqs: int = 0
     events: str = ""
-    """Path of the Unix socket from which gateways on the same host read events. Decode workers only."""
+    """Path of the Unix socket from which gateways on the same host read events; set by decode workers only."""
     load: LoadReport = dataclasses.field(default_factory=LoadReport)
     host: HostReport = dataclasses.field(default_factory=HostReport)
     """State of the host's memory; set by kvtransfer services only."""
     metrics: Sequence[MetricFamily] = ()
     keys: Sequence[KeyUse] = ()
-    """Set by gateways only."""
+    """Use of each API key's limits; set by gateways only."""
     traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
-    """Set by gateways only."""
+    """Totals of requests by class for the planner; set by gateways only."""
     work: WorkReport = dataclasses.field(default_factory=WorkReport)
     """Steps and requests of a worker for the planner; set by prefill, decode and encode workers only."""
     plan: PlanReport = dataclasses.field(default_factory=PlanReport)
     """The planner's newest decisions; set by planners only."""
     numerics: Numerics | None = None
-    """None if unknown: the member is no worker, is starting, or is of an earlier release."""
+    """Numerics of a worker; None if unknown, because the member is no worker, is starting, or is of an old release."""
     wire: WireVersions = OURS
     """Versions of the protocol between services that the member speaks."""
     release: str = paceline.__version__
@@ -112,7 +107,7 @@ class Member:
     """Whether the member writes beats. Members of earlier releases write none."""
 
     def to_bytes(self) -> bytes:
-        """Return the member as a message, which `MemberSignatures` signs for Redis."""
+        """Serialize the member as a message, which `MemberSignatures` then signs for Redis."""
         values = {name: getattr(self, name) for name in _FIELDS}
         values["numerics"] = self.numerics and pb.Numerics(**dataclasses.asdict(self.numerics))
         values["wire"] = self.wire.to_pb()
@@ -120,7 +115,7 @@ class Member:
 
     @staticmethod
     def from_bytes(data: bytes) -> Member | None:
-        """Return the member, or None if the value has another format. Fields of newer releases are ignored."""
+        """Parse a serialized member; None if it has another format. Fields of newer releases are ignored."""
         try:
             message = pb.Member.FromString(data)
         except DecodeError:
@@ -149,7 +144,7 @@ _NO_FAMILY = Family("", "", "gauge")
 
 
 def metrics_to_pb(samples: Iterable[Sample]) -> list[pb.MetricFamily]:
-    """Group samples by family, for the member that counted them."""
+    """Return the metric families of samples, for the report of the member that counted them."""
     families: dict[str, pb.MetricFamily] = {}
     for sample in samples:
         family = sample.family or _NO_FAMILY
@@ -164,9 +159,9 @@ def metrics_to_pb(samples: Iterable[Sample]) -> list[pb.MetricFamily]:
 
 
 def connect(url: str) -> redis.Redis:
-    """Return a client whose calls time out soon, so that a dead Redis delays nobody.
+    """Return a Redis client whose calls time out soon, so that an unreachable Redis does not delay requests.
 
-    With TLS (rediss://), options of the URL name files, such as ssl_ca_certs. Raises ConfigError.
+    With TLS (rediss://), options of the URL name files, such as ssl_ca_certs. Raises ConfigError if one is not valid.
     """
     try:
         client: redis.Redis = redis.Redis.from_url(url, socket_timeout=1.0, socket_connect_timeout=1.0)
@@ -179,7 +174,7 @@ def connect(url: str) -> redis.Redis:
 
 
 def reason(error: Exception) -> str:
-    """Return why Redis does not answer, for a message."""
+    """Return a phrase for a message that says why Redis does not answer."""
     text = str(error) or type(error).__name__
     if "authenticat" in text.lower() or "WRONGPASS" in text or "invalid username-password" in text:
         return "it wants a password: --redis-password-file"
@@ -187,22 +182,22 @@ def reason(error: Exception) -> str:
 
 
 def member_key(cluster: str, worker_id: str) -> str:
-    """Return the key of a member's value."""
+    """Return the Redis key of a member's value."""
     return f"paceline:{cluster}:member:{worker_id}"
 
 
 def names_key(cluster: str) -> str:
-    """Return the key of the set of all members' names, which makes a search through all keys unnecessary."""
+    """Return the Redis key of the set of all members' names, which makes a search through all keys unnecessary."""
     return f"paceline:{cluster}:members"
 
 
 def beats_key(cluster: str) -> str:
-    """Return the key of the stream of beats. The fields of an entry are members' names, with the versions of values."""
+    """Return the Redis key of the stream of beats. An entry maps names of members to versions of their values."""
     return f"paceline:{cluster}:beats"
 
 
 async def read_values(client: redis.Redis, keys: Sequence[str]) -> list[bytes | None]:
-    """Return the values of members; None for one that is gone, too long, or of another type. Raises RedisError."""
+    """Return the value at each key; None if the value is gone, too long, or of another type. Raises RedisError."""
     async with client.pipeline(transaction=False) as pipeline:
         for key in keys:
             pipeline.getrange(key, 0, _MOST_BYTES)  # one byte more than a member has; "" if there is no value
@@ -239,10 +234,10 @@ async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]
 
 
 def oldest_kept(newest: bytes, seconds: float) -> str | None:
-    """Return the id of the oldest entry that a stream keeps if it keeps `seconds` before the entry `newest`.
+    """Return the least id of entries that are at most `seconds` older than the entry `newest`; older ones are trimmed.
 
     A fixed number of entries would cover hours in a small fleet, and too few seconds in a large one. Ids are times on
-    the clock of Redis, so clocks of the writers do not matter. None, which trims nothing, if `newest` is empty.
+    the clock of Redis, so clocks of the writers do not matter. Returns None, which trims nothing, if `newest` is empty.
     """
     return str(max(0, int(newest.partition(b"-")[0]) - int(seconds * 1000))) if newest else None
 
@@ -253,7 +248,7 @@ async def write_member(
     """Write a member's value and a beat, and trim old beats. Return the beat's id. Raises RedisError.
 
     Args:
-        last_beat: id of an earlier beat. Beats are trimmed by its time; without it, none are.
+        last_beat: id of an earlier beat, whose time decides which beats are trimmed; empty to trim none.
     """
     name = member.worker_id
     value, text = signatures.sign(name, member.to_bytes())
@@ -267,7 +262,7 @@ async def write_member(
 
 
 async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:
-    """Remove a member in order. Raises RedisError."""
+    """Remove a member's value, and write a last beat that says so. Raises RedisError."""
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.delete(member_key(cluster, name))
         pipeline.srem(names_key(cluster), name)

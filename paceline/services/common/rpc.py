@@ -24,7 +24,7 @@ from paceline.services.common.wire_version import HEADER, OURS, RequireWire, Wir
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Size of the largest message. An image of 16 Mi pixels for an encoder fits; a larger message is an attack or a bug."""
+"""Largest size of a message, in bytes. An image of 16 Mi pixels fits; a larger message is an attack or a bug."""
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -38,18 +38,18 @@ _OPTIONS = (
 )
 
 _IDLE_MS = 60_000
-"""Time without a call after which a channel closes its connection until the next call."""
+"""Time without a call after which a channel closes its connection until the next call, in milliseconds."""
 
 
 class ChannelWithMetadata(grpc.aio.Channel):
     """A channel that passes each call to another channel and adds its own metadata to the call.
 
-    A gRPC interceptor is not used, because it replaces the channel's calls with its own, which end and are cancelled
-    differently.
+    A gRPC interceptor is not used, because it replaces the channel's call objects with its own, which end and are
+    cancelled differently.
 
     Args:
         same: name and value of a metadata entry that every call gets.
-        prover: makes the entry that proves to the server that the caller has the secret; None if there is no secret.
+        prover: makes the metadata entry with each call's proof of the secret; None if there is no secret.
     """
 
     def __init__(self, channel: grpc.aio.Channel, same: tuple[str, str], prover: Prover | None) -> None:
@@ -105,8 +105,8 @@ def open_channel(
 
     Args:
         wire: the protocol versions that this service speaks.
-        meant: name that the proofs of the calls use instead of the address, if the service may not know that address.
-            See `auth`.
+        meant: target in the proofs of the calls (see `auth`), if the service may not know this address; "" for the
+            address.
     """
     backoff = (
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -135,7 +135,7 @@ def open_channel(
 
 
 class _Health(health_aio.HealthServicer):  # type: ignore[misc]  # missing in the stubs
-    """The standard health service. It proves to callers who ask for it that it has the secret."""
+    """The standard health service. It also proves that it has the secret, to callers that ask for a proof."""
 
     def __init__(self, secret: Secret) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class RpcServer:
         self._names = {"", name}
 
     def bind(self) -> int:
-        """Take the port and return it. Calls wait until `start`. Raises ConfigError if the port cannot be used."""
+        """Bind the port and return it. Calls wait until `start`. Raises ConfigError if the port cannot be used."""
         if not self._credentials and not is_loopback(self._host):
             log.warning(
                 "anybody who can connect to %s:%d can use this service: name a file with a secret in --auth-token-file "
@@ -198,12 +198,15 @@ class RpcServer:
         return self._port
 
     def known_as(self, address: str) -> str:
-        """Accept calls that are meant for this address, or for a name in its place, such as HOST_SERVICE. Return it."""
+        """Accept calls whose proofs have this target, an address or a name such as HOST_SERVICE. Return the target."""
         self._known_as.add(address)
         return address
 
     async def start(self) -> int:
-        """Begin to serve, not ready yet, and return the port. Raises ConfigError if the port cannot be used."""
+        """Begin to serve, with the health status "not serving", and return the port.
+
+        Raises ConfigError if the port cannot be used.
+        """
         if not self._bound:
             self.bind()
         await self.set_ready(False)
@@ -232,10 +235,10 @@ async def is_serving(channel: grpc.aio.Channel, name: str = "", timeout: float =
 async def health_of(
     channel: grpc.aio.Channel, name: str = "", timeout: float = 1.0
 ) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType | None:
-    """Return the status that the standard health service reports for the service with this name; None without an
+    """Return the status that the standard health service reports for the service with this name; None if there is no
     answer.
 
-    Raises the same errors as `is_serving`.
+    Raises the errors of `is_serving`.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     prover = channel.prover if isinstance(channel, ChannelWithMetadata) else None
@@ -259,7 +262,7 @@ async def health_of(
 
 
 def _is_everywhere(host: str) -> bool:
-    """Return whether a server that listens on `host` does so on all addresses, so that `host` names no service."""
+    """Return whether a server on `host` listens on all addresses, so that other machines cannot call `host` itself."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

@@ -1,4 +1,4 @@
-"""Errors of Paceline as status codes of gRPC, and back."""
+"""Conversion of Paceline's errors to gRPC status codes, and back."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _CODES: tuple[tuple[type[PacelineError], grpc.StatusCode], ...] = (
 )
 
 _PARAM = "paceline-param"
-"""Key of the trailing metadata that names the invalid field of an INVALID_ARGUMENT."""
+"""Key of the trailing metadata entry that names the invalid field in an error with the status INVALID_ARGUMENT."""
 _DRAINING = "paceline-draining"
-"""Key of the trailing metadata that tells a draining worker from one that has failed: both are UNAVAILABLE."""
+"""Key of the trailing metadata entry that marks a draining worker. A failed one has the status UNAVAILABLE, too."""
 
 _OURS = ("paceline-error", "1")
-"""Trailing metadata of errors that come from a service. Errors without it come from gRPC."""
+"""Trailing metadata entry of errors that come from a service. Errors without this entry come from gRPC itself."""
 
 _GRPC_SAYS = {
     grpc.StatusCode.UNAVAILABLE: "has ended or cannot be reached",
@@ -52,12 +52,12 @@ _GRPC_SAYS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: "did not answer in time",
     grpc.StatusCode.UNIMPLEMENTED: "does not know this call; is it of an older release?",
 }
-"""Meanings of gRPC's own errors. Callers get these words, because gRPC's messages are about addresses and sockets."""
+"""Explanations of gRPC's own errors, which callers get because gRPC's messages are about addresses and sockets."""
 
 
 @contextlib.asynccontextmanager
 async def mapped_errors(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:  # type: ignore[type-arg]
-    """Map errors in a servicer: our errors become status codes; unexpected ones are logged and become INTERNAL."""
+    """Convert errors in a servicer to status codes. Unexpected errors are logged and become INTERNAL."""
     try:
         yield
     except PacelineError as error:
@@ -94,7 +94,11 @@ async def _abort(
 
 
 def unmapped_error(error: grpc.aio.AioRpcError, who: str) -> PacelineError:
-    """Return our error for a status code that a caller has received. `who` names the other side in the message."""
+    """Convert a gRPC error that a caller has received to our error.
+
+    Args:
+        who: name of the called service, for the message.
+    """
     details = error.details() or error.code().name
     metadata = list(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
     more = {key: str(value) for key, value in metadata}

@@ -1,4 +1,4 @@
-"""The secret that the services of a cluster share, in a file that only its owner may read, and new API keys."""
+"""The secret that the services of a cluster share, in a file that only its owner may read; also makes new API keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.core.errors import ConfigError
 
 _SECRET = re.compile(r"[\x21-\x7e]{16,1024}")
 _MOST_BYTES = 4096
-"""Size of the largest file that can hold a secret."""
+"""Largest size of a file with a secret, in bytes."""
 
 
 class Secret:
     """The secret that the services of a cluster share. It is never sent, and is in no repr, log line or error message.
 
-    Services prove that they have it with keyed hashes, whose keys are made from it.
+    Services prove that they have the secret with keyed hashes, whose keys are derived from the secret.
 
     Args:
         text: the secret; empty if services trust everybody who can connect.
@@ -35,11 +35,11 @@ class Secret:
         return bool(self._text)
 
     def key(self, purpose: str) -> bytes:
-        """Return a key of 32 bytes that only owners of the secret can make. Each purpose has a key of its own."""
+        """Derive a key of 32 bytes from the secret. Each purpose has a key of its own."""
         return hmac.digest(self._text, purpose.encode(), "sha256")
 
     def matches(self, text: str) -> bool:
-        """Return whether `text` is the secret. Digests of equal length are compared, so the time reveals nothing."""
+        """Return whether `text` is the secret. The time of the comparison does not depend on `text`."""
         return hmac.compare_digest(digest_of(text), self._digest)
 
 
@@ -63,8 +63,8 @@ def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
 
     Args:
         option: the option that names the file.
-        most_bytes: size of the largest plausible file. A larger one was named by mistake.
-        advice: how to make such a file.
+        most_bytes: largest plausible size of the file, in bytes. A larger file was named by mistake.
+        advice: text for error messages that says how to make such a file.
 
     Raises ConfigError if the file cannot be read, or if other users may open it.
     """
@@ -89,15 +89,15 @@ def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
 def others_may_open(status: os.stat_result, uid: int) -> bool:
     """Return whether users besides `uid` and root may open a file that `uid` has opened.
 
-    A group may read a file of root that nobody else may open, because the system's administrator chose that group for
-    us. This is how Kubernetes mounts a Secret for a pod's fsGroup.
+    A file of root may be readable for its group, because the system's administrator chose this group for us. Kubernetes
+    mounts a Secret for a pod's fsGroup in this way.
     """
     given_by_root = status.st_uid == 0 != uid
     return bool(status.st_mode & (0o037 if given_by_root else 0o077))
 
 
 def make_secret(file: Path) -> None:
-    """Write a random secret to `file`, which only this user may read. An existing one is kept. Raises ConfigError."""
+    """Write a random secret to `file`, which only this user may read. Keep an existing file. Raises ConfigError."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
@@ -110,13 +110,17 @@ def make_secret(file: Path) -> None:
 
 
 def new_key(name: str) -> str:
-    """Return a new random key, and below it a table for --api-keys-file by which a gateway recognises it."""
+    """Return a text with a new random API key, followed by the key's table for --api-keys-file.
+
+    Args:
+        name: name of the key in the table.
+    """
     key = f"pl-{secrets.token_urlsafe(32)}"
     return f'{key}\n\n[{json.dumps(name)}]\nsha256 = "{digest_of(key).hex()}"'
 
 
 def digest_of(text: str) -> bytes:
-    """Return the SHA-256 of a secret."""
+    """Return the SHA-256 digest of a secret or an API key."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
 
 

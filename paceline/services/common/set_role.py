@@ -14,11 +14,11 @@ ANSWER_SECONDS = 10.0
 
 
 async def set_role(channel: grpc.aio.Channel, worker_id: str, role: str, epoch: int = 0) -> int:
-    """Tell a worker to take a role. Return the epoch that its member will have in it.
+    """Tell a worker to take a role. Return the epoch that its member will have in this role.
 
     Args:
         role: prefill, decode or standby.
-        epoch: epoch of the member as the caller knows it; 0 for any.
+        epoch: the member's present epoch as the caller knows it, which is checked; 0 for any epoch.
 
     Raises:
         InvalidRequestError: the worker cannot take this role.

@@ -1,8 +1,8 @@
 """Mapping of files that processes of a host share: the arena and the pools beside it.
 
-Their memory is in pages of 2 MiB if Linux has them (6.1 or newer, MADV_COLLAPSE), because attention reads from all of
-it, and with pages of 4 KiB it would wait for page tables about as often as for keys. A huge page must also begin at a
-multiple of its size in the address space. Python's own `mmap` does not promise that.
+The memory of these files is in pages of 2 MiB if Linux supports this (6.1 or newer, MADV_COLLAPSE). Attention reads
+from the whole memory, and with pages of 4 KiB it would wait for page tables about as often as for keys. A huge page
+must also begin at a multiple of its size in the address space. Python's own `mmap` does not guarantee this.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_shared(descriptor: int, size: int) -> memoryview:
-    """Map the first `size` bytes of a file, shared and writable, until the last view of them is gone.
+    """Map the first `size` bytes of a file, shared and writable, until the last view of them is released.
 
-    Until then the open file and its locks are kept by a copy of the descriptor. The mapping alone does not keep them on
-    overlayfs: there it keeps the file of the lower layer open, but the locks are on the file of the upper layer.
+    Until then a copy of the descriptor keeps the open file and its locks. The mapping alone does not keep the locks on
+    overlayfs: it keeps the file of the lower layer open there, but the locks are on the file of the upper layer.
 
     Raises:
         OSError: there is no room in the address space, or the file cannot be mapped.
@@ -60,7 +60,8 @@ def _unmap(reserved: int, size: int, descriptor: int) -> None:
 
 
 def take_huge_pages(descriptor: int, size: int) -> bool:
-    """Give a new and empty file memory in huge pages, as many as the system has. The rest is allocated on first use.
+    """Allocate memory in huge pages for a new and empty file, as far as the system has them. The rest is allocated on
+    first use.
 
     Returns whether all whole pages of 2 MiB are huge. Raises OSError if there is no memory.
     """
@@ -82,14 +83,14 @@ def _mmap(at: int | None, size: int, protection: int, flags: int, descriptor: in
 
 
 def map_arena(path: Path, size: int) -> memoryview:
-    """Map the arena that the kvtransfer service made, shared and writable: its blocks, then the page of
+    """Map the arena that the kvtransfer service has created, shared and writable: its blocks, then the page of
     `paceline.core.turns`.
 
-    Until the last view of it is released, the arena stays readable even if the service has ended, and its file does not
-    count as stale.
+    Until the last view of the arena is released, the arena stays readable even if the service has ended, and its file
+    does not count as stale.
 
     Args:
-        size: bytes of all blocks, as the service announced.
+        size: size of all blocks in bytes, as the service has announced.
 
     Raises:
         ConfigError: there is no such file, it is not the private arena of this user, or it cannot be mapped.
@@ -128,7 +129,7 @@ def is_mapped(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int, kind: int) -> None:
-    """Set a lock that lasts until the open file is closed. The service's own lock is of another kind (flock).
+    """Set a lock on a file that lasts until the file is closed. The service's own lock is of another kind (flock).
 
     Raises:
         OSError: another process has a conflicting lock.

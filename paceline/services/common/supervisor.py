@@ -10,19 +10,20 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError, UnavailableError
 
 ANSWER_SECONDS = 30.0
-"""Deadline of the supervisor's answer. In this time it starts processes, but does not wait until they are ready."""
+"""Deadline of the supervisor's answer, in seconds. The supervisor starts processes before it answers, but does not wait
+until they are ready."""
 
 
 async def ask_supervisor(socket: str, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Send a request and return the fleet's state after the supervisor has begun to do it.
+    """Send a request and return the state of the fleet after the supervisor has begun to carry out the request.
 
     Args:
         socket: path of the supervisor's Unix socket.
-        request: see `ScalingSocket`; an empty one changes nothing.
+        request: the JSON object of the request, in the format that `ScalingSocket` describes; {} changes nothing.
 
     Raises:
-        InvalidRequestError: the supervisor refuses.
-        UnavailableError: it does not answer.
+        InvalidRequestError: the supervisor refuses the request.
+        UnavailableError: the supervisor does not answer.
     """
     try:
         async with asyncio.timeout(ANSWER_SECONDS):

@@ -1,6 +1,6 @@
-"""Small parts for asyncio: ending background tasks, noticing silence, waiting for quiet, cancellations around gRPC.
+"""Small parts for asyncio: ending background tasks, timeouts, waiting until no operation runs, and cancellations.
 
-gRPC loses some cancellations and makes others up.
+gRPC drops some cancellations, and sometimes raises CancelledError although the task was not cancelled.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
 
 
 class StallWatch:
-    """A cheap timeout for waits that are frequent and rarely time out. Must be closed.
+    """A cheap timeout for waits that are frequent and rarely time out. Call `close` at the end.
 
     One timer serves many waits and checks from time to time, because a timer for each wait would cost as much as the
-    work that is waited for.
+    awaited work itself.
 
     Args:
-        seconds: the longest wait, in seconds.
+        seconds: longest wait, in seconds.
         on_stall: called once when a wait takes longer.
     """
 
@@ -53,13 +53,13 @@ class StallWatch:
         self._look_again: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Start to measure a wait; a wait that was already measured starts again."""
+        """Start to measure a wait. If a wait is being measured already, it starts again."""
         self._since = self._loop.time()
         if self._look_again is None:
             self._look_again = self._loop.call_later(self._seconds, self._look)
 
     def end(self) -> None:
-        """Stop measuring: the wait is over."""
+        """Stop measuring, because the wait is over."""
         self._since = None
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class InUse:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Count the body of a `with` statement."""
+        """Count an operation as running while the context is open."""
         self.begin()
         try:
             yield
@@ -109,8 +109,8 @@ class InUse:
 async def heeding_cancellation(operation: Awaitable[T]) -> T:
     """Await an operation of a gRPC call, so that a cancellation of the current task is never lost.
 
-    gRPC drops a cancellation that comes together with the call's status, and returns the status instead. Without this
-    function, a timeout around the operation would never end, and a cancelled task would go on.
+    gRPC drops a cancellation that comes at the same time as the call's status, and returns the status instead. Without
+    this function, a timeout around the operation might never end, and a cancelled task would go on.
     """
     try:
         return await operation
@@ -124,8 +124,8 @@ def own_cancellation(error: Callable[[], Exception]) -> Iterator[None]:
     """Raise `error()` in place of a CancelledError of the body, unless the current task was cancelled.
 
     gRPC raises a CancelledError when a call or its channel was closed, and so does a future that was cancelled. A task
-    that ends with it counts as cancelled, so its failure would go unnoticed, and a waiter for its result could wait for
-    ever.
+    that ends with a CancelledError counts as cancelled, so its failure would go unnoticed, and a task that awaits its
+    result could wait for ever.
     """
     try:
         yield

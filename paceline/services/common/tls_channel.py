@@ -1,4 +1,4 @@
-"""A gRPC channel over TLS that outlives its certificates."""
+"""A gRPC channel over TLS that can go on with renewed certificates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.services.common.credentials import ClusterTls
 
 
 class _Opened:
-    """A channel and the number of calls that run on it."""
+    """An open channel and the number of calls that run on it."""
 
     def __init__(self, credentials: grpc.ChannelCredentials, channel: grpc.aio.Channel) -> None:
         self.credentials = credentials
@@ -25,11 +25,11 @@ class _Opened:
 class TlsChannel(grpc.aio.Channel):
     """A channel that is replaced if it has no connection and the certificate files have changed.
 
-    gRPC fixes the credentials of a channel for its life, so the channel could not connect again after its certificate
-    has expired. An existing connection is kept, because TLS checks certificates only in handshakes.
+    gRPC never changes the credentials of a channel, so the channel could not connect again after its certificate has
+    expired. An existing connection is kept, because TLS checks certificates only in handshakes.
 
     Args:
-        open: opens a channel with credentials.
+        open: function that opens a channel with the given credentials.
     """
 
     def __init__(self, tls: ClusterTls, open: Callable[[grpc.ChannelCredentials], grpc.aio.Channel]) -> None:
@@ -112,7 +112,7 @@ class TlsChannel(grpc.aio.Channel):
 
 
 def tls_problem(details: str) -> str:
-    """Return a sentence for the user if a call failed because of TLS; else "".
+    """Return a sentence for the user that explains a TLS failure; "" if a call failed for another reason.
 
     Args:
         details: gRPC's message about the failed call.

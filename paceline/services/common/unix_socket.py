@@ -1,7 +1,7 @@
-"""Messages between processes of a host, over Unix sockets beside the arena. Each message follows its length.
+"""Messages between processes of a host, over Unix sockets beside the arena. Each message is preceded by its length.
 
-They replace gRPC, which has threads of its own in both processes. For small messages these threads take longer than the
-rest of a handoff, or of the path of a token.
+These messages replace gRPC, which has threads of its own in both processes. For small messages these threads take
+longer than the rest of a handoff, or than the rest of the way of a token to the gateway.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from google.protobuf.message import Message
 from paceline.core.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Size of the largest message. The hashes of ten million tokens fit; a larger message is an attack or a bug."""
+"""Largest size of a message, in bytes. The hashes of ten million tokens fit; a larger message is an attack or a bug."""
 _LENGTH_BYTES = 4
 
 
 @contextlib.contextmanager
 def socket_address(path: Path) -> Iterator[str]:
-    """Yield a short name for a Unix socket, however long its path is. An address has room for 107 bytes.
+    """Yield a short address for a Unix socket whose path may be long. The system's addresses hold at most 107 bytes.
 
     Raises:
         OSError: the socket's folder does not exist.
@@ -40,7 +40,7 @@ def socket_address(path: Path) -> Iterator[str]:
 
 
 class Framed(asyncio.Protocol):
-    """One end of a connection.
+    """One end of a connection that carries messages.
 
     Args:
         on_message: called with each message, in order.
@@ -56,7 +56,7 @@ class Framed(asyncio.Protocol):
         """Whether incoming messages are kept here. To get them, set it to False and call `go_on`."""
 
     def send(self, message: Message) -> None:
-        """Send a message. Does nothing if the connection has ended."""
+        """Send a message. Do nothing if the connection has ended."""
         if self.transport is not None and self.is_open:
             data = message.SerializeToString()
             self.transport.write(len(data).to_bytes(_LENGTH_BYTES, "big") + data)
@@ -85,7 +85,7 @@ class Framed(asyncio.Protocol):
         self.go_on()
 
     def go_on(self) -> None:
-        """Pass on the messages that have come, unless `waits` is set."""
+        """Call `on_message` with the messages that have arrived, until `waits` is set."""
         while self.is_open and not self.waits and len(self._came) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._came[:_LENGTH_BYTES], "big")
             if end > _LENGTH_BYTES + MAX_MESSAGE_BYTES:
@@ -106,7 +106,7 @@ class UnixListener:
 
     Args:
         folder: the arena's folder, which all workers of the host see.
-        make: makes this side's end of a new connection.
+        make: function that returns this side's end of a new connection.
     """
 
     def __init__(self, folder: Path, make: Callable[[], Framed]) -> None:
@@ -116,7 +116,7 @@ class UnixListener:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the socket cannot be made."""
+        """Start to listen. Raises ConfigError if the socket cannot be created."""
         remove_stale_sockets(self.path.parent)
         listener, hidden = socket.socket(socket.AF_UNIX), self.path.with_suffix(".new")
         try:
@@ -144,7 +144,7 @@ class UnixListener:
 
 
 def remove_stale_sockets(folder: Path) -> None:
-    """Remove this user's sockets whose service was killed before it could remove them."""
+    """Remove this user's sockets in a folder that killed services have left there."""
     for path in folder.glob(f"{_prefix()}*.sock"):
         with socket.socket(socket.AF_UNIX) as probe, socket_address(path) as address:
             probe.setblocking(False)

@@ -1,4 +1,4 @@
-"""Conversion between the types of core and protobuf messages."""
+"""Conversion between the types of `paceline.core` and protobuf messages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from paceline.proto import common_pb2 as pb
 from paceline.proto import fleet_pb2
 
 MESSAGE_LOGPROBS = 1 << 18
-"""Approximate number of logprobs in one message, about 4 MB. A single token may have as many as the vocabulary has
-tokens.
-"""
+"""Approximate number of logprobs in one message, about 4 MB. A single token may have a logprob for each token of the
+vocabulary."""
 
 _REASONS = {
     None: pb.FINISH_REASON_NONE,
@@ -123,8 +122,8 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
 
 
 def sampling_of(work: pb.Work) -> SamplingParams:
-    """Return the sampling of an attempt. Requests with different salts never share a constraint, so that the time of an
-    answer does not reveal what others have sent.
+    """Return the sampling parameters of an attempt. Requests with different cache salts never share a compiled
+    constraint, so that the time of an answer does not reveal the constraints of other clients.
     """
     params = sampling_from_pb(work.sampling)
     if params.constraint is None:
@@ -139,7 +138,7 @@ def constraint_to_pb(constraint: Constraint) -> pb.Constraint:
 
 
 def constraint_from_pb(message: pb.Constraint) -> Constraint:
-    """Return the constraint of a message. Raises ConstraintError if only a newer release knows its kind."""
+    """Convert a message to a constraint. Raises ConstraintError if this release does not know its kind."""
     kind = next((ours for ours, theirs in _KINDS.items() if theirs == message.kind), None)
     if kind is None:
         raise ConstraintError(f"a worker does not know constraint kind {message.kind}; it is older than the gateway")
@@ -147,7 +146,11 @@ def constraint_from_pb(message: pb.Constraint) -> Constraint:
 
 
 def scores_to_pb(first: int, tokens: Sequence[Token]) -> Iterator[pb.PromptLogprobs]:
-    """Yield messages with the logprobs of prompt tokens, several if the logprobs are of many tokens each."""
+    """Yield messages with the logprobs of prompt tokens: several messages if there are more than MESSAGE_LOGPROBS.
+
+    Args:
+        first: position of the first token in the prompt.
+    """
     count = max(1, MESSAGE_LOGPROBS // max((len(token.logprobs) for token in tokens), default=1))
     for start in range(0, len(tokens), count):
         part = tokens[start : start + count]
@@ -160,8 +163,8 @@ def span_to_pb(span: MediaSpan) -> pb.MediaSpan:
 
 
 def spans_from_pb(messages: Sequence[pb.MediaSpan]) -> tuple[MediaSpan, ...]:
-    """Return the spans of a context. Raises InvalidRequestError if they are not in order and apart from each other, or
-    if one has a grid of another size."""
+    """Convert messages to the spans of a context. Raises InvalidRequestError if spans overlap or are not in order, or
+    if the grid of a span does not have as many cells as the span has tokens."""
     spans = tuple(
         MediaSpan(
             message.start,
@@ -189,7 +192,7 @@ def _grid(sizes: Sequence[int], length: int) -> Grid | None:
 
 
 def context_from_pb(work: pb.Work) -> Context:
-    """Return the context of an attempt. Raises InvalidRequestError like `spans_from_pb`."""
+    """Return the context of an attempt. Raises InvalidRequestError if its spans of media are not valid."""
     return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media), shared_tokens=work.shared_tokens)
 
 
@@ -200,7 +203,7 @@ def media_input_to_pb(media: MediaInput) -> pb.MediaInput:
 
 
 def media_input_from_pb(message: pb.MediaInput) -> MediaInput:
-    """Return the input of an encoder. Raises InvalidRequestError if only a newer release knows its kind."""
+    """Convert a message to an encoder's input. Raises InvalidRequestError if this release does not know its kind."""
     return MediaInput(_media_kind(message.kind), message.length, message.dtype, tuple(message.shape), message.data)
 
 
@@ -212,7 +215,7 @@ def _media_kind(kind: pb.MediaKind.ValueType) -> MediaKind:
 
 
 def distribution_to_pb(values: Distribution) -> fleet_pb2.Distribution:
-    """Return the message with whole counts. Another thread may add values meanwhile."""
+    """Convert a distribution to a message with consistent counts, although another thread may add values meanwhile."""
     counts = sorted(dict(values.counts).items())
     buckets = [bucket for bucket, _ in counts]
     steps = [buckets[0], *(later - earlier for earlier, later in pairwise(buckets))] if buckets else []
@@ -220,12 +223,12 @@ def distribution_to_pb(values: Distribution) -> fleet_pb2.Distribution:
 
 
 def load_to_pb(load: StepLoad) -> fleet_pb2.StepLoad:
-    """Return the message of a load's totals."""
+    """Convert the totals of a worker's steps to a message."""
     seconds = distribution_to_pb(load.seconds)
     return fleet_pb2.StepLoad(load=load.number, tokens=load.tokens, context=load.context, seconds=seconds)
 
 
 def distribution_from_pb(message: fleet_pb2.Distribution) -> Distribution:
-    """Return the distribution. Buckets without a count are left out."""
+    """Convert a message to a distribution. Buckets without a count are left out."""
     buckets = accumulate(message.buckets)
     return Distribution({bucket: float(times) for bucket, times in zip(buckets, message.counts)}, message.total)

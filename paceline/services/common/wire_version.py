@@ -1,10 +1,10 @@
 """The version of the messages between services, which both sides check before they work together.
 
-It covers gRPC messages, messages on Unix sockets, members in Redis, and the page of an arena in which workers take
-turns. The layout of KV blocks and numerics have marks of their own. Each release speaks a range of versions, and two
-services understand each other if their ranges overlap. A field or a method that the other side may ignore needs no new
-version. A change that older releases would misunderstand needs one: raise `newest`, keep speaking the version before
-for at least one release, and then raise `oldest`.
+The version covers gRPC messages, messages on Unix sockets, members in Redis, and the page of an arena in which workers
+take turns. The layout of KV blocks and numerics are compared separately. Each release speaks a range of versions, and
+two services understand each other if their ranges overlap. A field or a method that the other side may ignore needs no
+new version. A change that older releases would misunderstand needs a new version: raise `newest`, keep speaking the
+previous version for at least one release, and then raise `oldest`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import grpc.aio
 from paceline.proto import common_pb2
 
 HEADER = "paceline-wire"
-"""Key of the metadata of each call with the range of its caller, such as "1-2"."""
+"""Key of the metadata entry of each call that contains the caller's range of versions, such as "1-2"."""
 
 _RANGE = re.compile(r"([0-9]{1,6})-([0-9]{1,6})")
 
 INCOMPATIBLE = (HEADER, "incompatible")
-"""Trailing metadata of a call that was refused for its caller's versions."""
+"""Trailing metadata entry of a call that was refused because of its caller's versions."""
 _HEALTH = "/grpc.health.v1.Health/"
 
 
 class WireVersions(NamedTuple):
-    """The versions that a release speaks, both ends included."""
+    """The range of versions that a release speaks, from `oldest` to `newest`, both included."""
 
     oldest: int
     newest: int
@@ -49,7 +49,7 @@ class WireVersions(NamedTuple):
 
     @staticmethod
     def parse(text: str | bytes | None) -> WireVersions | None:
-        """Return the range in a call's metadata; None if the text is no range."""
+        """Parse the range of versions in a call's metadata; None if the text is no range."""
         if text is None:
             return UNNAMED
         found = _RANGE.fullmatch(text) if isinstance(text, str) else None
@@ -63,10 +63,11 @@ UNNAMED = WireVersions(1, 1)
 
 
 def mismatch(who: str, theirs: WireVersions, ours: WireVersions = OURS) -> str:
-    """Return why this service and another one cannot work together, and what to do; "" if they can.
+    """Return a message that says why two services cannot work together, and what to do; "" if they can.
 
     Args:
-        who: the other service, for the text.
+        who: name of the other service, for the message.
+        theirs: versions that the other service speaks.
     """
     if ours.overlaps(theirs):
         return ""
@@ -78,7 +79,7 @@ def mismatch(who: str, theirs: WireVersions, ours: WireVersions = OURS) -> str:
 
 
 class RequireWire(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """An interceptor that ends calls of services that speak none of our versions with FAILED_PRECONDITION.
+    """An interceptor that ends calls from services that speak none of our versions with FAILED_PRECONDITION.
 
     Health checks pass, because orchestrators send them, too.
     """

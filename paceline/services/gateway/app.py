@@ -50,7 +50,7 @@ from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
 
 _REFERENCED = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent, ErrorBody, MessageError)
-"""Bodies of streamed events and of errors, which `/openapi.json` has by reference."""
+"""Types of streamed events and of error bodies, to which `/openapi.json` refers."""
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -59,7 +59,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     Raises:
         ConfigError: there is no driver for the database of the store, the options about other origins contradict each
             other, or the root path is the beginning of a path of the API.
-        LookupError: there is a route and no decision who may call it.
+        LookupError: DECISIONS does not say who may call one of the routes.
     """
 
     @contextlib.asynccontextmanager

@@ -1,4 +1,4 @@
-"""All that one gateway process owns, from start to close."""
+"""One gateway process: everything that it owns, from start to close."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 log = logging.getLogger(__name__)
 
 LoadedModel: TypeAlias = tuple[GatewayConfig, Tokenizer]
-"""The gateway's options with those of one model in their place, and the model's tokenizer."""
+"""The options for one model (the gateway's options, overridden by the model's own), and the model's tokenizer."""
 
 
 class Gateway:
-    """One gateway with all its parts: what its models share, and each model with its fleet.
+    """One gateway with all its parts: the parts that its models share, and each model with its fleet.
 
     Args:
-        models: the options and the tokenizer of each model, as `load_models` returns them.
+        models: the options and the tokenizer of each model, from `load_models`.
         address: the host:port at which others reach the HTTP API. It is written to Redis.
     """
 
@@ -57,7 +57,7 @@ class Gateway:
         """Whether new requests are refused."""
         self.metrics = GatewayMetrics(classes, config.vllm_metric_names)
         self.bodies = FairPool()
-        """Threads for work on the bodies of requests."""
+        """Pool of threads for work on the bodies of requests."""
         self._redis = connect(config.redis)
         self._shared = shared = Shared(
             redis=self._redis,
@@ -77,9 +77,9 @@ class Gateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
-        """Make everything that the first request of a kind would have to wait for.
+        """Start helper processes and load data that the first request of a kind would otherwise wait for.
 
-        A process that cannot start now is started again with the first request that needs it.
+        If a process cannot be started now, the first request that needs it starts it.
         """
         starting = [self.constraints.start()]
         if any(model.media_preparer.kinds for model in self.models.values()):
@@ -108,7 +108,7 @@ class Gateway:
         await self._redis.aclose()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests and let running ones end. Requests that still run after `seconds` fail."""
+        """Refuse new requests and let running requests end. Requests that still run after `seconds` fail."""
         self.draining = True
         for model in self.models.values():
             model.begin_drain()
@@ -121,22 +121,26 @@ class Gateway:
             model.runner.abort()
 
     def running_sequences(self) -> int:
-        """Return how many sequences wait or run."""
+        """Return the number of sequences of all models that wait or run."""
         return sum(model.runner.sequences.count for model in self.models.values())
 
     def check_ready(self, name: str | None = None) -> None:
-        """Raise UnavailableError while draining, or if no model can be served now or soon, or not the one named."""
+        """Raise UnavailableError while draining, or if no model can be served now or soon.
+
+        Args:
+            name: the only model to check; None if any model is enough.
+        """
         self._check_stays()
         if not any(model.is_ready for model in self.named(name)):
             raise NoWorkerError
 
     def pick(self, name: str | None) -> ModelFleet:
-        """Return the model that a request is for. Raises LeavingError while draining, and the errors of `find`."""
+        """Return the model that a request names. Raises LeavingError while draining, and the errors of `find`."""
         self._check_stays()
         return self.find(name)
 
     def find(self, name: str | None) -> ModelFleet:
-        """Return a model by its name; the only one needs no name. Raises ApiError if it is not served here."""
+        """Return a model by its name; None is enough if there is only one. Raises ApiError if it is not served here."""
         if name is None and len(self.models) == 1:
             return next(iter(self.models.values()))
         if name is not None and (model := self.models.get(name)) is not None:
@@ -152,7 +156,7 @@ class Gateway:
         )
 
     def named(self, name: str | None) -> list[ModelFleet]:
-        """Return the model with this name, or all models without a name. Raises ApiError if it is not served here."""
+        """Return the model with this name, or all models if it is None. Raises ApiError if it is not served here."""
         return list(self.models.values()) if name is None else [self.find(name)]
 
     def _check_stays(self) -> None:
@@ -160,24 +164,24 @@ class Gateway:
             raise LeavingError
 
     def _count_limited(self, request_class: str, reason: Reason) -> None:
-        """Count a request that a limit of its key refuses, before its body is read: only a single model is known."""
+        """Count a request that a limit of its key refuses. Its body, which names the model, has not been read."""
         only = next(iter(self.models)) if len(self.models) == 1 else ""
         self.metrics.count_refusal(only, request_class, reason)
 
     def _gateways(self) -> Gateways:
-        """Return what all gateways tell about keys. Each of them tells it in the fleets of all of its models."""
+        """Return the reports of all gateways about keys. A gateway sends its report to the fleets of all its models."""
         fleets = [model.fleet for model in self.models.values()]
         uses = {member.worker_id: member.keys for fleet in fleets for member in fleet.gateways}
         return Gateways(self._shared.gateway_id, uses, all(fleet.redis_answers for fleet in fleets))
 
 
 def load_models(config: GatewayConfig) -> list[LoadedModel]:
-    """Return the options and the tokenizer of each model. Raises ConfigError or ModelError if one cannot be read."""
+    """Return the options and the tokenizer of each model. Raises ConfigError or ModelError if a file cannot be read."""
     return [(own, load_tokenizer(own)) for own in map(_with_real_folder, model_configs(config))]
 
 
 def _with_real_folder(config: GatewayConfig) -> GatewayConfig:
-    """Return the config with the folder that `model` leads to now, so that all files are read from one folder."""
+    """Return the config with symbolic links in `model` resolved, so that all files are read from the same folder."""
     if not config.model:
         return config
     folder = Path(config.model)

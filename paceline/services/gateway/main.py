@@ -1,4 +1,4 @@
-"""The gateway as a process."""
+"""The gateway process: start, serving, drain and end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from paceline.services.gateway.http.listener import Listener, listen
 from paceline.services.gateway.http.protocol import BoundedHttp
 
 LAST_WORDS_SECONDS = 5
-"""Time after the drain in which the last bytes can reach their clients."""
+"""Time after the drain in which the last bytes can reach their clients, in seconds."""
 
 SWITCH_SECONDS = 0.001
-"""Time after which a thread that computes lets the event loop run. By default, 5 ms, it is as long as a token takes."""
+"""Time after which a computing thread lets the event loop run, in seconds. Python's default of 5 ms is as long as a
+decode step, and would delay tokens."""
 
 NOTICE_SECONDS = 5.0
-"""Time at the beginning of a drain in which new connections are still accepted and their requests refused, so that load
-balancers that ask for /health notice the drain before a client does."""
+"""Time at the beginning of a drain in which new connections are still accepted and their requests refused, in seconds.
+Load balancers that poll /health then notice the drain before clients do."""
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class _Server(uvicorn.Server):
             self.tried_to_start.set()
 
     def stop_listening(self) -> None:
-        """Accept no more connections. Those that stand go on."""
+        """Accept no more connections. Open connections stay open."""
         for server in self.servers:
             server.close()
 

@@ -1,4 +1,4 @@
-"""One model with its fleet, as one gateway uses them. It knows nothing of other models."""
+"""One model with its fleet at one gateway, independent of the gateway's other models."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Shared:
     address: str
     """host:port at which others reach the HTTP API; it is written to Redis."""
     key_uses: Callable[[], Sequence[KeyUse]]
-    """Returns what the keys of this gateway use of their limits."""
+    """Function that returns this gateway's report about the use of each API key's limits."""
     constraints: ConstraintCompiler
     traces: TraceBook = field(default_factory=TraceBook)
     requests: RunningRequests = field(default_factory=RunningRequests)
@@ -75,11 +75,11 @@ class Shared:
 
 
 class ModelFleet:
-    """All that one model has for itself at a gateway, from `start` to `close`.
+    """The parts of a gateway that belong to one model, from `start` to `close`.
 
     Args:
-        config: the gateway's options with those of this model in their place.
-        index: number of the model at its gateway.
+        config: the gateway's options, overridden by this model's own options.
+        index: number of the model at its gateway, from 0.
     """
 
     def __init__(self, config: GatewayConfig, tokenizer: Tokenizer, shared: Shared, index: int = 0) -> None:
@@ -164,29 +164,29 @@ class ModelFleet:
         return self.fleet.has_decode_worker or self.fleet.may_be_empty
 
     def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
-        """Return for each host id the name and the tokens of its cached blocks, as far as this gateway knows."""
+        """Return the name and the length in tokens of each host's cached blocks, as far as known, by host id."""
         hosts = {host_id: self._prefixes.host(host_id) for host_id in self._prefixes.hosts()}
         return {host_id: list(own.blocks()) for host_id, own in hosts.items() if own is not None}
 
     async def plan(
         self, request: Request, make: Callable[[ServedModel], Plan], kind: Kind = common_pb2.WORK_KIND_GENERATE
     ) -> Plan:
-        """Return a request's plan without its constraints, after a worker is ready.
+        """Wait until a worker is ready, then return a request's plan. Its constraints are not compiled yet.
 
         Args:
-            request: as for `served_model`.
-            make: returns the plan. It runs on a thread, because to tokenize a long prompt takes a while.
-            kind: as for `served_model`.
+            request: the request to be planned. The wait ends if its client disconnects.
+            make: function that makes the plan. It runs on a thread, because tokenizing a long prompt takes long.
+            kind: the kind of work, on which depends whether the context of decode or prefill workers is the limit.
 
         Raises the errors of `make` and `served_model`.
         """
         return await aside(request, make, await self.served_model(request, kind))
 
     async def constrained(self, plan: Plan, owner: str) -> Plan:
-        """Return a plan with the constraints that it wants, which have been compiled on trial.
+        """Return a plan with its constraints, after they have been compiled once to find errors.
 
         Args:
-            owner: who sent the request.
+            owner: digest of the key of the request's sender.
 
         Raises the errors of `ConstraintCompiler.make`.
         """
@@ -199,16 +199,16 @@ class ModelFleet:
         return replace(plan, prompts=prompts)
 
     async def served_model(self, request: Request, kind: Kind = common_pb2.WORK_KIND_GENERATE) -> ServedModel:
-        """Return what plans are made for, after a worker is ready.
+        """Wait until a worker is ready, then return the model's properties that plans need, such as its context length.
 
         Args:
-            request: the request to be planned. It no longer waits for workers if its client leaves.
-            kind: the kind of work, which says whose context the request has to fit into.
+            request: the request to be planned. The wait ends if its client disconnects.
+            kind: the kind of work, on which depends whether the context of decode or prefill workers is the limit.
 
         Raises:
             ApiError: a header of the request is not valid.
             RefusedError, UnavailableError: no worker was ready in time.
-            ClientLeftError: the client left before a worker was ready.
+            ClientLeftError: the client disconnected before a worker was ready.
         """
         decodes = KINDS[kind].decodes
         if not self.fleet.has_worker(decodes):
@@ -224,15 +224,19 @@ class ModelFleet:
         return ServedModel(self.tokenizer, longest, self.forms, rules, shared_prompts=self._shared_prompts)
 
     def waiting_requests(self) -> int:
-        """Return how many sequences wait for a worker to have room, at all gateways.
+        """Return the number of sequences that wait for a worker to have room, at all gateways of the model's cluster.
 
-        The figures of other gateways are up to a second old.
+        The numbers of other gateways are up to a second old.
         """
         others = (each for each in self.fleet.gateways if each.worker_id != self._shared.gateway_id)
         return len(self.runner.queue) + sum(other.load.waiting for other in others)
 
     async def pin(self, numbers: Mapping[Role, int], release: Sequence[Role]) -> None:
-        """Tell the planner to keep so many workers of some roles, and that it may scale others again.
+        """Tell the planner to keep fixed numbers of workers of some roles, and to scale other roles again.
+
+        Args:
+            numbers: number of workers to keep, by role.
+            release: roles that the planner scales again.
 
         Raises UnavailableError if Redis does not answer.
         """

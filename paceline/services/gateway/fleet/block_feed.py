@@ -1,8 +1,9 @@
 """Keeps the prefix index up to date with the caches of the hosts.
 
-It follows the hosts' block events in Redis. If a host is new, or if events were missed, it asks the host itself for all
-of its blocks. Redis may be flushed, trimmed or gone, and a host or this gateway may restart. Each of these shows as a
-gap in the numbers of a host's events, or as an event number in its heartbeat that this gateway has not reached.
+The feed reads the hosts' block events from Redis. If a host is new, or if events were missed, the feed asks the host
+itself for all of its blocks. Redis may be flushed, trimmed or unreachable, and a host or this gateway may restart. Each
+of these faults shows as a gap in the numbers of a host's events, or as an event number in the host's heartbeat that
+this gateway has not reached.
 """
 
 from __future__ import annotations
@@ -31,17 +32,18 @@ from paceline.services.gateway.routing.prefix_index import IndexedBlocks, Prefix
 
 _WATCH_SECONDS = 0.5
 _ASK_SECONDS = 1.0
-"""The shortest time between two calls that ask a host for its blocks."""
+"""Shortest interval between two calls that ask the same host for its blocks, in seconds."""
 _ANSWER_SECONDS = 5.0
 _ASKED = 8
-"""Largest number of hosts that are asked at a time: each answers with all of its blocks."""
+"""Largest number of hosts that are asked at a time. It is small, because each host answers with all of its blocks."""
 _BLOCK_MS = 500
 _PAUSE_SECONDS = 0.1
-"""Pause between two reads of the stream, so that the events of a large fleet do not cost a read each."""
+"""Pause between two reads of the stream, in seconds, so that one read returns many events of a large fleet."""
 _READ = 100
-"""The most entries of the stream that one read returns."""
+"""Largest number of stream entries that one read returns."""
 _LATE = 100
-"""The most batches of a host that are kept while the host is asked. Older ones are dropped."""
+"""Largest number of a host's batches that are kept while the host is asked for its blocks. Beyond it, the oldest are
+dropped."""
 
 _Entry = tuple[bytes, dict[bytes, bytes]]
 """An entry of a Redis stream: its id and its fields."""
@@ -50,25 +52,25 @@ log = logging.getLogger(__name__)
 
 
 class _Following:
-    """The state of following one host."""
+    """The state of the feed for one host."""
 
     def __init__(self, epoch: int, told: int) -> None:
         self.epoch = epoch
         self.told = told
-        """The number of the host's next block event, by its heartbeat at the last reading."""
+        """Number of the host's next block event, as its newest heartbeat says."""
         self.asked = -_ASK_SECONDS
-        """When the host was asked last, on time.monotonic()."""
+        """Instant at which the host was last asked for its blocks, on time.monotonic()."""
         self.asking: asyncio.Task[None] | None = None
         self.doubtful = False
         """Whether the index may be wrong about the host, so that the host has to be asked."""
 
 
 class BlockFeed:
-    """Keeps `index` up to date, from `start` to `close`.
+    """Keeps the prefix index up to date, from `start` to `close`.
 
     Args:
         redis: a Redis client whose reads may block for half a second.
-        hosts: a function that returns the kvtransfer services known now.
+        hosts: a function that returns the kvtransfer services that are known now.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class BlockFeed:
         self._index = index
         self._following: dict[str, _Following] = {}
         self._late: defaultdict[str, deque[BlockBatch]] = defaultdict(lambda: deque(maxlen=_LATE))
-        """For each host that is being asked: the batches that came since, which are applied after its answer."""
+        """Batches that have come while a host is being asked, by host id. They are applied after the host's answer."""
         self._asks = asyncio.Semaphore(_ASKED)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -113,12 +115,12 @@ class BlockFeed:
                 await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
     async def _newest(self) -> bytes:
-        """Return the id of the stream's last entry. The hosts are asked for their state up to there."""
+        """Return the id of the stream's newest entry. Events up to this entry are covered by asking the hosts."""
         entries = cast(list[_Entry], await self._redis.xrevrange(self._stream, count=1))
         return entries[0][0] if entries else b"0-0"
 
     async def _behind(self, last: bytes) -> list[_Entry]:
-        """Return the entries after `last`. If there are none, wait up to half a second for some."""
+        """Return the entries after the entry `last`. If there are none, wait up to half a second for new entries."""
         reply = await self._redis.xread({self._stream: last}, count=_READ, block=_BLOCK_MS)
         streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
         return [entry for _, entries in streams for entry in entries]
@@ -140,7 +142,7 @@ class BlockFeed:
             await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
     def _read_heartbeats(self) -> None:
-        """Forget hosts that have gone. Ask hosts that are new, and hosts with events that this gateway has not seen."""
+        """Forget hosts that are gone. Ask new hosts for their blocks, and hosts whose events have been missed."""
         known = {host.member.host_id: host for host in self._hosts() if not host.is_shut_out}
         for name in [name for name in self._following if name not in known]:
             self._forget(name)

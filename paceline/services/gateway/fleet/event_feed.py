@@ -1,4 +1,4 @@
-"""The stream of events from each decode worker, and queues that carry them to the tasks of the attempts."""
+"""The stream of events from each decode worker, and the queues that carry these events to the tasks of attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Mailbox(Generic[T]):
     """An unbounded queue from callbacks, which must not block, to the one task that reads it.
 
-    It is used for every token, and an asyncio.Queue would take more calls for each.
+    It is used for every token. An asyncio.Queue would need more function calls per token.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Inbox(Mailbox[InboxItem]):
     """A queue of the events of one attempt, in order. One task reads it.
 
     Events that have not been read wait here, so that a slow reader delays no other attempt. The queue never holds more
-    than the requested answer. Nothing follows an exception.
+    than the requested answer. No entry follows an exception.
 
     Args:
-        on_broken: called at once when the stream breaks, even while no task reads. It must not know the inbox, because
-            the cycle would keep both in memory until the next full garbage collection.
+        on_broken: called at once when the stream breaks, even while no task reads. It must not refer to the inbox: the
+            reference cycle would keep both in memory until the next full garbage collection.
     """
 
     def __init__(self, on_broken: Callable[[], object] = lambda: None) -> None:
@@ -74,7 +74,7 @@ class Inbox(Mailbox[InboxItem]):
         self._take: Callable[[list[Token]], object] | None = None
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
-        """From now on, give tokens to `take` as soon as they come, unless earlier events wait in the queue.
+        """Call `take` with tokens as soon as they come, from now on, unless earlier events wait in the queue.
 
         Waking a task for each token would cost more than handling the token. An error of `take` is put into the queue.
         """
@@ -103,12 +103,12 @@ class FeedError(Exception):
 
 
 class EventFeed:
-    """The stream of events of one worker. It is opened for the first attempt there, and again after it has broken.
+    """The stream of events of one worker. It is opened for the worker's first attempt, and again after it has broken.
 
     Args:
         channel: the gRPC channel to the worker, for gateways on other hosts.
         name: the worker's name in error messages.
-        socket: the path of the worker's Unix socket, for gateways on its host; "" if it has none.
+        socket: the path of the worker's Unix socket, for gateways on the worker's host; "" if there is no socket.
         on_draining: called when the worker reports that it drains.
     """
 
@@ -130,7 +130,7 @@ class EventFeed:
         self._reading: asyncio.Task[None] | None = None
 
     async def join(self, inbox: Inbox) -> worker_pb2.Recipient:
-        """Return a recipient to name when an attempt is admitted. Until `leave`, `inbox` gets the attempt's events.
+        """Deliver an attempt's events to `inbox` until `leave`. Return the recipient to name in its admission.
 
         Raises FeedError if the stream cannot be opened.
         """
@@ -148,7 +148,7 @@ class EventFeed:
         return worker_pb2.Recipient(stream=stream, attempt=number)
 
     async def close(self) -> None:
-        """End the stream, if there is one."""
+        """End the stream, if it is open."""
         if self._reading is not None:
             await end_tasks(self._reading)
 
@@ -183,9 +183,9 @@ class EventFeed:
                 opened.set_exception(error)
 
     async def _read_socket(self, stream: str, receive: Callable[[worker_pb2.DecodeEvents], None]) -> bool:
-        """Read the Unix socket until the connection ends. Return False if it cannot be opened.
+        """Read events from the Unix socket until the connection ends. Return False if the socket cannot be opened.
 
-        It cannot if the worker runs on another host, or belongs to another user.
+        That is so if the worker runs on another host, or as another user.
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
@@ -206,7 +206,7 @@ class EventFeed:
             framed.abort()
 
     async def _read_call(self, stream: str, receive: Callable[[worker_pb2.DecodeEvents], None]) -> None:
-        """Read the gRPC call until it ends."""
+        """Read events from the gRPC call until the call ends."""
         call: Any = self._stub.Events(worker_pb2.EventsRequest(stream=stream))
         try:
             while (message := await heeding_cancellation(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]

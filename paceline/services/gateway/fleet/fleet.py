@@ -1,8 +1,8 @@
-"""The gateway's view of the fleet: read from Redis, and checked by gRPC health checks if Redis leaves doubt.
+"""The gateway's view of the fleet: read from Redis, and checked by gRPC health checks if Redis is not conclusive.
 
 A new member is found in Redis. A member is dropped only after it fails health checks itself, so a flushed, failing or
-restarting Redis removes no worker that still answers. Work in the background is as much as there is news of members;
-requests do not look at all of them.
+restarting Redis removes no worker that still answers. The background work grows with the changes of members, not with
+their number, and a request does not look at all members.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.services.gateway.routing.candidates import Link
 
 REFRESH_SECONDS = 0.5
 LINK_SECONDS = (10.0, 20.0)
-"""The shortest and longest time before a failed link between hosts is used again, in seconds."""
+"""Shortest and longest time before a failed link between hosts is used again, in seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ class Fleet:
     """The members of one cluster, kept up to date from `start` to `close`.
 
     Args:
-        model: this gateway's model. Workers with another model are shown, but get no requests.
-        credentials: what this gateway shows to the members, and wants to see of them.
-        count_ignored: called for each value and beat in Redis that is not taken.
-        on_refresh: called after each refresh.
+        model: this gateway's model. Workers with another model are listed, but get no requests.
+        credentials: the secret and the certificates for connections to members.
+        count_ignored: called for each value and beat in Redis that is ignored, because its signature is not valid.
+        on_refresh: called after each refresh of the fleet.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._table = CandidateTable(RECENT_SECONDS, time.monotonic)
         self._changed: set[RemoteWorker] = set()
-        """Workers of which the table does not know the newest figures."""
+        """Workers whose newest figures are not in the table yet."""
         self._summary: FleetSummary | None = None
-        """None if it has to be made again."""
+        """The summary of the members; None if it has to be made again."""
         self.ends = Ends()
         self.redis_answers = True
-        """Whether Redis has answered the last time."""
+        """Whether Redis answered the last request."""
         self._on_refresh = on_refresh
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
         self._refreshed = asyncio.Event()
         self._longest = 0
-        """The longest context of workers that were ready, for a time when none is."""
+        """Longest context of the workers that were last ready, in tokens, to use while no worker is ready."""
 
     async def start(self) -> None:
-        """Read the fleet, so that requests can be placed at once, and go on to refresh it in the background."""
+        """Read the fleet, so that requests can be placed at once, and start to refresh it in the background."""
         await self._refresh()
         _spawn(self._run(), self._tasks)
 
@@ -107,11 +107,11 @@ class Fleet:
 
     @property
     def gateways(self) -> list[Member]:
-        """The gateways of the cluster that were heard lately, this one included."""
+        """The gateways of the cluster that have lately sent a heartbeat, including this one."""
         return list(self._members.gateways.values())
 
     def snapshot(self) -> CandidateTable:
-        """Return the members of this gateway's model that may get new work, as they are now."""
+        """Return the members with this gateway's model that may get new work, with their present figures."""
         changed, self._changed = self._changed, set()
         for worker in changed:
             if not worker.gone and worker.available and worker.member.model == self.model:
@@ -121,23 +121,23 @@ class Fleet:
         return self._table
 
     def hosts(self) -> list[RemoteWorker]:
-        """Return the kvtransfer services that this gateway understands, sorted by name."""
+        """Return the kvtransfer services that speak a protocol version of this gateway, sorted by name."""
         return [host for _, host in sorted(self._members.hosts.items()) if host.is_compatible]
 
     def host(self, host_id: str) -> RemoteWorker | None:
-        """Return the kvtransfer service of a host; None if it is not known."""
+        """Return the kvtransfer service of a host; None if the host is not known."""
         if not host_id:
             return None
         hosts = (host for host in self._members.hosts.values() if host.member.host_id == host_id)
         return next((host for host in hosts if host.is_compatible), None)
 
     def layouts_of(self, worker_ids: Iterable[str]) -> dict[str, str]:
-        """Return the fingerprints of workers' KV layouts by the ids of their hosts. Unknown workers are left out."""
+        """Return the fingerprint of each worker's KV layout, by the id of its host. Unknown workers are left out."""
         known = (self._workers.get(worker_id) for worker_id in worker_ids)
         return {worker.member.host_id: worker.member.layout for worker in known if worker is not None}
 
     def find(self, worker_id: str) -> RemoteWorker | None:
-        """Return a worker; None if it is not known."""
+        """Return a worker by its id; None if the worker is not known."""
         return self._workers.get(worker_id)
 
     def worker(self, worker_id: str) -> RemoteWorker:
@@ -145,27 +145,28 @@ class Fleet:
 
     @property
     def summary(self) -> FleetSummary:
-        """Facts about the whole fleet."""
+        """Facts about the whole fleet, such as the longest context and the roles of ready workers."""
         if self._summary is None:
             self._summary = FleetSummary.of(self._workers.values(), self.model)
         return self._summary
 
     def max_model_len(self, decodes: bool = True) -> int:
-        """Return the longest context that a worker takes; 0 if no worker was ever ready.
+        """Return the longest context in tokens that a ready worker accepts; 0 if no worker was ever ready.
 
-        Workers set aside count, too. If none is left, the last known length is returned, because others may come.
+        Workers that are set aside count, too. If no worker is left, the last known length is returned, because workers
+        may come back.
 
         Args:
-            decodes: whether the work needs a decode worker. If no prefill worker is ready, all work does.
+            decodes: whether the work needs a decode worker. Other work uses one only if no prefill worker is ready.
         """
         found = self.summary.max_model_len if decodes else self.summary.max_computing_len
         return found or self._longest
 
     def has_worker(self, decodes: bool) -> bool:
-        """Return whether a worker is ready for some work.
+        """Return whether a worker is ready for work of some kind.
 
         Args:
-            decodes: see `max_model_len`.
+            decodes: whether the work needs a decode worker. Other work uses one only if no prefill worker is ready.
         """
         return self.summary.has_decode_worker or (not decodes and self.summary.has_prefill_worker)
 
@@ -176,12 +177,12 @@ class Fleet:
 
     @property
     def has_planner(self) -> bool:
-        """Whether a planner scales this fleet, or shows how it would."""
+        """Whether a planner is running that scales this fleet, or that only shows how it would."""
         return self.summary.has_planner
 
     @property
     def may_be_empty(self) -> bool:
-        """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
+        """Whether a planner scales this fleet that may stop all decode workers, and starts some when requests come."""
         return self.summary.may_be_empty
 
     async def refreshed(self) -> None:
@@ -189,11 +190,11 @@ class Fleet:
         await self._refreshed.wait()
 
     def set_aside(self, worker: RemoteWorker) -> None:
-        """Give a worker no new work until a health check succeeds; the next one follows within two seconds."""
+        """Give a worker no new work until a health check succeeds. The next check follows within two seconds."""
         self._members.set_aside(worker)
 
     def avoid_link(self, link: Link) -> None:
-        """Send no blocks over a link between hosts for a while."""
+        """Send no blocks over a link between hosts for the next LINK_SECONDS."""
         self._failed_links.add(link)
         log.warning("KV blocks cannot be moved from host %s to host %s; routing avoids this link for a while", *link)
 
@@ -203,9 +204,9 @@ class Fleet:
 
     @contextlib.contextmanager
     def call(self, worker: RemoteWorker, tokens: int = 0) -> Iterator[Callable[[], None]]:
-        """Count a call, and keep the worker's channel open until the call ends, even if the member goes meanwhile.
+        """Count a call, and keep the worker's channel open until the call ends, even if the member is dropped before.
 
-        Yields a function to call when the worker has computed the tokens; the end of the call does so in any case.
+        Yields a function to call when the worker has computed the tokens. The end of the call has the same effect.
 
         Args:
             tokens: the number of prompt tokens that the worker has to compute.
@@ -250,7 +251,7 @@ class Fleet:
         refreshed.set()
 
     def _see(self) -> None:
-        """Take up what a part of the news has changed."""
+        """Update snapshot and summary after a part of the news has been read."""
         self.snapshot()
         if longest := self.summary.max_model_len or self.summary.max_computing_len:
             self._longest = longest
@@ -262,7 +263,7 @@ class Fleet:
             self._summary = None
 
     def _note_standing(self, worker: RemoteWorker) -> None:
-        """Note that what the whole fleet can do may have changed with a worker, or that the worker has gone."""
+        """Note that a worker is gone, or that facts about it have changed on which the summary may depend."""
         self._changed.add(worker)
         self._summary = None
         self._close_when_idle(worker)

@@ -1,4 +1,4 @@
-"""Health checks of members: of new ones, of those that failed, and of those that Redis does not list."""
+"""Health checks of members: of new members, of members that failed, and of members that Redis does not list."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 FAILED_PROBES = 2
 """Failed health checks in a row after which a member that Redis does not list is dropped."""
 _CHECKS = 64
-"""Largest number of health checks at a time, so that a large fleet that joins or falls silent does not stop the
-gateway."""
+"""Largest number of health checks at a time. When a large fleet joins or falls silent, more would block the gateway."""
 
 log = logging.getLogger(__name__)
 
 
 class HealthChecks:
-    """Sends health checks, sets members aside that fail, and uses those again that have recovered.
+    """Sends health checks. Members that fail get no new work; members that have recovered get work again.
 
     Args:
         on_failure: called before a member that was in use is set aside.
-        on_change: called after the standing of a member has changed.
-        on_gone: called with a member that fails and is not listed.
+        on_change: called after a member was set aside or is used again.
+        on_gone: called with a member that fails health checks and is not listed in Redis.
     """
 
     def __init__(
@@ -44,11 +43,11 @@ class HealthChecks:
         await end_tasks(*self._tasks)
 
     def begin(self, worker: RemoteWorker) -> None:
-        """Find out before the first request whether a new member trusts us and we trust it. Its health is ignored."""
+        """Check before the first request whether a new member and this gateway trust each other. Ignore its health."""
         self._spawn(self._is_serving(worker))
 
     def look(self, worker: RemoteWorker) -> None:
-        """Send a health check if the member is in doubt and one is due."""
+        """Send a health check to a member if one is due, because the member has failed or is not listed."""
         if worker.is_doubtful:
             worker.probe = self._spawn(self._probe(worker))
 
@@ -61,7 +60,7 @@ class HealthChecks:
         self._on_change(worker)
 
     async def _probe(self, worker: RemoteWorker) -> None:
-        """Send one health check, and then use a doubtful member again, set it aside, or drop it."""
+        """Send one health check. Depending on the result, use the member again, set it aside, or drop it."""
         try:
             if await self._is_serving(worker):
                 worker.is_untrusted = False

@@ -1,4 +1,4 @@
-"""The members of a cluster as one gateway knows them: found in Redis, and checked if Redis leaves doubt."""
+"""The members of a cluster as one gateway knows them: found in Redis, and checked if Redis is not conclusive."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from paceline.services.gateway.fleet.health_checks import HealthChecks
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 
 MEASURED_BYTES = 16 << 20
-"""Bytes that a host must have fetched before its rate counts as measured."""
+"""Number of bytes that a host must have fetched before its fetch rate counts as measured."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """The facts. Workers are those of the gateway's model."""
+    """Facts about the whole fleet. Only workers with the gateway's model count."""
 
     max_model_len: int
-    """The longest context that a ready decode worker takes, even if it is set aside; 0 if none is ready."""
+    """Longest context in tokens that a ready decode worker accepts, even if it is set aside; 0 if none is ready."""
     max_computing_len: int
     """Longest context in tokens for work that needs no decoding: that of prefill workers, or of decode workers if there
     is no prefill worker."""
     has_prefill_worker: bool
     """Whether a prefill worker is ready and not set aside."""
     has_decode_worker: bool
-    """The same for a decode worker."""
+    """Whether a decode worker is ready and not set aside."""
     has_planner: bool
-    """Whether a planner scales this fleet, or shows how it would."""
+    """Whether a planner is running that scales this fleet, or that only shows how it would."""
     may_be_empty: bool
-    """Whether a planner scales this fleet that starts decode workers when requests come, and may leave none."""
+    """Whether a planner scales this fleet that may stop all decode workers, and starts some when requests come."""
 
     @staticmethod
     def of(members: Iterable[RemoteWorker], model: str) -> FleetSummary:
@@ -73,14 +73,18 @@ class FleetSummary:
 
 
 def serves(worker: RemoteWorker, model: str) -> bool:
-    """Return whether this is a prefill or decode worker of a model that is ready and not shut out."""
+    """Return whether a member is a ready prefill or decode worker of a model, and not shut out.
+
+    Args:
+        model: digest of the model.
+    """
     member = worker.member
     has_role = member.role == "decode" or member.role == "prefill"
     return has_role and member.model == model and member.state == "ready" and not worker.is_shut_out
 
 
 def facts_of(member: Member) -> tuple[object, ...]:
-    """Return those parts of a heartbeat that the summary depends on."""
+    """Return the parts of a member's heartbeat that the summary depends on, to notice changes."""
     return member.state, member.max_model_len, member.plan if member.role == "planner" else None
 
 
@@ -89,8 +93,8 @@ class Members:
 
     Args:
         model: the gateway's model, for the log.
-        on_figures: called if the figures of a worker for placements may have changed.
-        on_standing: called if what a worker can be used for may have changed, and when it has gone.
+        on_figures: called with a worker if its figures for placements may have changed.
+        on_standing: called with a worker if it may be used in other ways than before, or is gone.
         on_failure: called before a worker that was in use is set aside or replaced.
     """
 
@@ -107,9 +111,9 @@ class Members:
         on_failure: Callable[[RemoteWorker], object],
     ) -> None:
         self.workers: dict[str, RemoteWorker] = {}
-        """All members but gateways, by name."""
+        """All members except gateways, by name."""
         self.hosts: dict[str, RemoteWorker] = {}
-        """The kvtransfer services among them, by name."""
+        """The kvtransfer services among these members, by name."""
         self.gateways: dict[str, Member] = {}
         self._model = model
         self._credentials = credentials
@@ -118,13 +122,13 @@ class Members:
         self._checks = HealthChecks(on_failure, on_standing, self._remove)
         self._fetch_speeds: dict[str, float] = {}
         self._with_new_speed: set[str] = set()
-        """Ids of hosts whose speed has changed since the last look."""
+        """Ids of hosts whose fetch rate has changed since the last call of `look`."""
 
     async def close(self) -> None:
         await self._checks.close()
 
     async def read(self, then: Callable[[], object]) -> None:
-        """Read what is new in Redis. Call `then` after each part of it.
+        """Read the news of members from Redis. Call `then` after each part of the news.
 
         Raises RedisError, OSError or TimeoutError if Redis does not answer.
         """
@@ -136,7 +140,7 @@ class Members:
         await self._feed.read(take)
 
     def look(self) -> None:
-        """Notice what changes with time alone, and send health checks to members that are in doubt."""
+        """Notice changes that come with time alone, such as old figures, and send the health checks that are due."""
         moved, self._with_new_speed = self._with_new_speed, set()
         for worker in self.workers.values():
             worker.look()
@@ -149,7 +153,7 @@ class Members:
         self._checks.set_aside(worker)
 
     def fetch_speed(self, host_id: str) -> float:
-        """Return the tokens per second that a host fetches from other hosts; 0 if it has not measured this."""
+        """Return the rate at which a host fetches blocks from other hosts, in tokens per second; 0 if not measured."""
         return self._fetch_speeds.get(host_id, 0.0)
 
     def _take(self, news: News) -> None:
@@ -168,7 +172,7 @@ class Members:
                 self._feed.forget(name)
 
     def _note(self, member: Member) -> None:
-        """Take what a member says of itself. It may be new, or a new process with the name of an earlier one."""
+        """Take a member's newest value. The member may be new, or a new process with the name of an earlier one."""
         worker = self.workers.get(member.worker_id)
         if worker is None:
             self._join(member)
@@ -220,21 +224,21 @@ class Members:
 
 
 def _fetch_speed(report: HostReport) -> float:
-    """Return the tokens per second that a host fetches from other hosts; 0 if it has fetched too little to measure."""
+    """Return the rate at which a host fetches blocks, in tokens per second; 0 if it has fetched too little."""
     moved, seconds, token = report.fetched_bytes, report.fetch_seconds, report.token_bytes
     return moved / token / seconds if moved >= MEASURED_BYTES and seconds > 0 and token > 0 else 0.0
 
 
 MEMBERS_KEPT = 1000
-"""Members whose last end is remembered."""
+"""Largest number of members whose last end is remembered."""
 
 
 class Ends:
-    """The last time that each member ended or stopped answering. Instants are of time.monotonic()."""
+    """The instant at which each member last ended or stopped answering, on time.monotonic()."""
 
     def __init__(self) -> None:
         self._ended: dict[str, float] = {}
-        """By id, the oldest first."""
+        """Instants of the last ends, by the member's id; the oldest comes first."""
 
     def note(self, worker_id: str) -> None:
         """Record that a member has ended, or does not answer."""
@@ -244,5 +248,9 @@ class Ends:
             del self._ended[next(iter(self._ended))]
 
     def any_since(self, instant: float, others_than: Collection[str]) -> bool:
-        """Return whether a member has ended after an instant. Members in `others_than` do not count."""
+        """Return whether a member has ended after an instant.
+
+        Args:
+            others_than: ids of members that do not count.
+        """
         return any(at > instant and worker_id not in others_than for worker_id, at in self._ended.items())

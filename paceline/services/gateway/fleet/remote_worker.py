@@ -26,21 +26,22 @@ RECENT_SECONDS = 10.0
 """Half-life of the recently sent tokens, in seconds."""
 
 PROBE_SECONDS = (0.25, 0.75)
-"""The shortest and longest time before a failed worker gets a health check, in seconds."""
+"""Shortest and longest delay before a failed worker gets its next health check, in seconds."""
 MOST_PROBE_SECONDS = 5.0
-"""Time between two health checks of a member that Redis does not list and that has answered for a while, in seconds."""
+"""Longest interval between two health checks of a member that Redis does not list, in seconds. The interval grows while
+the member answers."""
 
 
 class Begun(NamedTuple):
-    """Totals of what this gateway has sent to a worker."""
+    """Totals of the work that this gateway has sent to a worker."""
 
     calls: int
     tokens: int
-    """Prompt tokens that the worker has to compute."""
+    """Number of prompt tokens that the worker had to compute for these calls."""
 
 
 class DecayingSum:
-    """A sum that is halved every `half_life` seconds. All times that it is given are of one clock, in seconds."""
+    """A sum that decays by half every `half_life` seconds. All instants are of one clock, in seconds."""
 
     def __init__(self, half_life: float) -> None:
         self._half_life = half_life
@@ -58,8 +59,8 @@ class WorkerCalls:
     """A worker's newest figures, and this gateway's counts of its calls to the worker.
 
     Args:
-        clock: the time in seconds.
-        on_change: called when a candidate that was made before is out of date.
+        clock: function that returns the time in seconds.
+        on_change: called when the last candidate that `candidate` returned is out of date.
     """
 
     def __init__(
@@ -72,35 +73,35 @@ class WorkerCalls:
         self._on_change = on_change
         self.in_flight = 0
         self.encodings = 0
-        """Calls for encodings. They take none of the places for requests, so they are not in `in_flight`."""
+        """Number of calls for encodings. `in_flight` does not include them, because they take no places of requests."""
         self._clock = clock
         self._prompts: Counter[int] = Counter()
-        """Number of the prompts in flight whose computation has not ended, by their tokens."""
+        """Number of prompts in flight that the worker has not computed yet, by their length in tokens."""
         self._tokens_in_flight = 0
-        """Prompt tokens of calls in flight that the worker has not computed yet."""
+        """Number of prompt tokens of calls in flight that the worker has not computed yet."""
         self._begun = Begun(0, 0)
-        """Totals since this gateway first saw the member."""
+        """Totals of calls and tokens since this gateway first saw the member."""
         self._begun_at_updates = (self._begun, self._begun)
         """The totals at the last two updates of the member's figures, the older one first."""
         self._in_flight_at_updates = (0, 0)
-        """Tokens in flight at the same two updates."""
+        """Values of `_tokens_in_flight` at the same two updates."""
         self._recent = DecayingSum(RECENT_SECONDS)
         self._current_at = clock()
-        """When the member's figures were last known to be current."""
+        """Instant at which the member's figures were last known to be current."""
         self._is_current = True
-        """Whether they were at the last look."""
+        """Whether the member's figures were current at the last call of `look`."""
 
     @property
     def unreported(self) -> int:
-        """Calls in flight that the member's figures may not contain yet: calls begun since the last update but one."""
+        """Number of calls in flight that the member's figures may lack: calls begun since its last update but one."""
         return min(self.in_flight, self._begun.calls - self._begun_at_updates[0].calls)
 
     def candidate(self, fetch_tokens_per_second: float) -> Candidate:
-        """Return this worker for the router. If its figures are old, for example because Redis is down, its load is
-        what this gateway has in flight on it.
+        """Return this worker with its figures, for the router. If the reported figures are old, for example because
+        Redis is down, the load is that of this gateway's own calls.
 
         Args:
-            fetch_tokens_per_second: measured rate at which its host fetches blocks from other hosts; 0 if unknown.
+            fetch_tokens_per_second: measured rate at which the worker's host fetches from other hosts; 0 if unknown.
         """
         now = self._clock()
         reports = now - self._current_at < FIGURES_SECONDS
@@ -129,7 +130,7 @@ class WorkerCalls:
         return min(self._tokens_in_flight, ours + begun) - ours
 
     def update(self, member: Member) -> None:
-        """Use new figures, which the member wrote at some time since the last update."""
+        """Replace the member's figures with newer ones, which it wrote since the last update."""
         if self.member.state == "draining":  # this heartbeat may have been written before the drain began
             member = dataclasses.replace(member, state="draining")
         self.member = member
@@ -138,19 +139,19 @@ class WorkerCalls:
         self._on_change()
 
     def note_current(self) -> None:
-        """Note that the member's figures are current."""
+        """Note that the member's figures are still current, because it has sent a heartbeat without new figures."""
         self._current_at = self._clock()
         self.look()
 
     def look(self) -> None:
-        """Notice figures that have become old, or current again. To be called from time to time."""
+        """Notice that the figures have become old, or are current again. Call this from time to time."""
         is_current = self._clock() - self._current_at < FIGURES_SECONDS
         if is_current != self._is_current:
             self._is_current = is_current
             self._on_change()
 
     def note_draining(self) -> None:
-        """Note that the member drains, before its figures say so."""
+        """Note that the member drains, before its heartbeat says so."""
         self.member = dataclasses.replace(self.member, state="draining")
         self._on_change()
 
@@ -163,7 +164,7 @@ class WorkerCalls:
         self._on_change()
 
     def computed(self, tokens: int) -> None:
-        """Subtract the prompt tokens of a running call, which are computed."""
+        """Subtract prompt tokens of a running call, because the worker has computed them."""
         self._prompts[tokens] -= 1
         self._prompts = +self._prompts
         self._tokens_in_flight -= tokens
@@ -186,7 +187,7 @@ class RemoteWorker(WorkerCalls):
     """A member, the channel to it, and this gateway's own counts of its calls and failures.
 
     Args:
-        on_figures: called if the figures of the worker for placements may have changed.
+        on_figures: called if the worker's figures for placements may have changed.
     """
 
     def __init__(
@@ -202,39 +203,39 @@ class RemoteWorker(WorkerCalls):
         self.listed = True
         """Whether Redis lists the member now."""
         self.set_aside = False
-        """Whether it gets no new work because it failed and no health check has succeeded since."""
+        """Whether the member gets no new work because it failed and no health check has succeeded since."""
         self.failed_probes = 0
         self.probe: asyncio.Task[None] | None = None
         self._probe_at = 0.0
-        """Before this instant, it gets no health check; on time.monotonic()."""
+        """Instant before which the member gets no health check, on time.monotonic()."""
         self.probe_pause = 0.0
-        """Time from its last health check to the next one, in seconds; 0 if the last one failed."""
+        """Time between the last health check and the next one, in seconds; 0 if the last check failed."""
         self.gone = False
         self.refuses_us = False
         """Whether the member refuses our secret. It gets no more calls, because only a restart can change this."""
         self.is_untrusted = False
-        """Whether the last health checks failed because a certificate is not valid. This is logged once."""
+        """Whether health checks fail because a certificate is not valid, to log this only once."""
 
     def __str__(self) -> str:
         return f"{self.member.role} worker {self.member.worker_id}"
 
     @property
     def channel(self) -> grpc.aio.Channel:
-        """The channel to the member, which is made when it is needed first: a large fleet has many members."""
+        """The gRPC channel to the member. It is opened when first needed, because a large fleet has many members."""
         if self._channel is None:
             self._channel = open_channel(self.member.address, self._credentials)
         return self._channel
 
     @property
     def feed(self) -> EventFeed:
-        """The stream of the member's events."""
+        """The stream of events from the member to this gateway."""
         if self._feed is None:
             self._feed = EventFeed(self.channel, str(self), self.member.events, self.note_draining)
         return self._feed
 
     @property
     def is_called(self) -> bool:
-        """Whether a call of this gateway runs there."""
+        """Whether a call of this gateway runs at the member."""
         return self.in_flight > 0 or self.encodings > 0
 
     @property
@@ -244,7 +245,7 @@ class RemoteWorker(WorkerCalls):
 
     @property
     def is_shut_out(self) -> bool:
-        """Whether only a restart of the member or of this gateway can make it useful."""
+        """Whether the member can get no work before the member or this gateway restarts."""
         return self.refuses_us or not self.is_compatible
 
     @property
@@ -253,14 +254,14 @@ class RemoteWorker(WorkerCalls):
 
     @property
     def state(self) -> str:
-        """The member's own state, or why this gateway gives it no work, for operators."""
+        """The member's own state, or the reason why this gateway gives it no work, for operators."""
         if not self.is_compatible:
             return "incompatible"
         return "refuses us" if self.refuses_us else self.member.state if self.available else "unreachable"
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether a health check is due."""
+        """Whether a health check of the member is due."""
         in_doubt = not self.listed or (self.set_aside and not self.is_shut_out)
         return in_doubt and self.probe is None and time.monotonic() >= self._probe_at
 
@@ -278,7 +279,7 @@ class RemoteWorker(WorkerCalls):
         self.listed = listed
 
     def note_health(self, serves: bool) -> None:
-        """Record the result of a health check, or a failure that is as good as one."""
+        """Record the result of a health check, or another failure, which counts like a failed check."""
         if serves:
             # A member that Redis does not list and that answers goes on to do so, as when it has lost Redis.
             self.probe_pause = min(2 * self.probe_pause or PROBE_SECONDS[0], MOST_PROBE_SECONDS)

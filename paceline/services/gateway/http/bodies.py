@@ -1,4 +1,4 @@
-"""Bodies of requests: limits of their size, their content and their time, and compressed ones."""
+"""Bodies of requests: limits of their size, their content and their time, and their decompression."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from paceline.services.gateway.http.request_scope import RequestScope, scope_of
 BODY_SECONDS = 60.0
 UPLOAD_PATH = "/v1/files"
 UPLOAD_SECONDS = 1800.0
-"""Longest time for the body of a file to arrive."""
+"""Longest time in which the body of a file upload must arrive, in seconds."""
 FORM_BYTES = 64 << 10
-"""Bytes that the body of an upload may have beside its file."""
+"""Largest number of bytes that the body of an upload may have besides its file."""
 CODINGS = ("gzip", "x-gzip", "deflate")
-"""Compressions of a body that are read, as Content-Encoding names them."""
+"""Supported compressions of a body, as Content-Encoding names them."""
 MEMBER_BYTES = 1 << 10
-"""Bytes that each member of a gzip body counts beside its content. A body could have a million empty ones."""
+"""Bytes that each member of a gzip body counts in addition to its content, because a body could have a million empty
+members."""
 
 _GZIP, _ZLIB, _RAW = 31, 15, -15
-"""Formats in zlib's own numbers."""
+"""zlib's `wbits` for the formats gzip, zlib and raw deflate."""
 
 
 class BodyMiddleware:
-    """Middleware that decompresses bodies, and refuses those that are too large or too slow.
+    """Middleware that decompresses bodies, and refuses bodies that are too large or arrive too slowly.
 
     The size is checked in Content-Length and again while the body arrives. Both the bytes that arrive and the bytes
-    that they decompress to are limited. The JSON in them, and the memory that it will take, are counted in the scope of
-    the request.
+    that they decompress to are limited. The JSON values in the body, and the memory that they will use, are counted in
+    the scope of the request.
 
     Args:
-        max_bytes: largest body.
-        max_upload_bytes: largest file that may be uploaded. Uploads have limits of their own, because the gateway does
-            not keep them in memory.
+        max_bytes: size of the largest body, in bytes.
+        max_upload_bytes: size of the largest file upload, in bytes. Uploads have a limit of their own, because the
+            gateway does not keep them in memory.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class BodyMiddleware:
 
 
 class LimitedBody:
-    """A body as it arrives. It fails with HTTPException if it is too large or too slow."""
+    """A body as it arrives. Reading it raises HTTPException if it is too large or arrives too slowly."""
 
     def __init__(self, receive: Receive, most: int, seconds: float, too_large: str) -> None:
         self._receive = receive
@@ -110,9 +111,10 @@ class LimitedBody:
 
 
 class CountedBody:
-    """A body whose JSON and memory are counted as it arrives. It fails with HTTPException if it has too much of them.
+    """A body whose JSON values and memory are counted as it arrives.
 
-    It never holds back bytes, and does not know whether they are JSON: other bodies do not become objects.
+    Reading it raises HTTPException if a count exceeds its limit. Bytes are passed on at once. Bodies that are not JSON
+    are counted, too, because the type of a body is not known here.
     """
 
     def __init__(self, receive: Receive, request: RequestScope, path: str) -> None:
@@ -146,10 +148,10 @@ class CountedBody:
 class DecodedBody:
     """A compressed body, which is decompressed piece by piece.
 
-    It fails with HTTPException if it is too large, if it is damaged, or if its compression is not known here.
+    Reading it raises HTTPException if it is too large, is damaged, or has an unsupported compression.
 
     Args:
-        most: the most bytes that it may decompress to.
+        most: largest size of the decompressed body, in bytes.
     """
 
     def __init__(self, receive: Receive, coding: str, most: int, too_large: str) -> None:
@@ -182,7 +184,7 @@ class DecodedBody:
         return await self._receive()
 
     def _begin(self, data: bytes) -> None:
-        """Begin with bytes that have arrived."""
+        """Start the decompression with the first bytes that have arrived."""
         if self._coding not in CODINGS:
             message = (
                 f"a body with Content-Encoding: {self._coding[:80]} cannot be read here; send it as gzip, deflate, or "
@@ -209,8 +211,8 @@ class Inflater:
 
     Args:
         coding: one of CODINGS.
-        first: the first byte of the body. By the standard deflate is in the format of zlib, but some clients send it
-            without.
+        first: the first byte of the body. By the standard, deflate has the zlib format, but some clients send raw
+            deflate, which this byte shows.
     """
 
     def __init__(self, coding: str, first: int) -> None:
@@ -220,11 +222,11 @@ class Inflater:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the bytes so far are a whole body."""
+        """Whether the bytes so far form a complete body."""
         return self._stream.eof
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """Yield the content of further bytes in pieces, and an empty piece for each further member of gzip.
+        """Decompress further bytes and yield their content in pieces, with an empty piece for each further gzip member.
 
         Raises HTTPException if the bytes are damaged.
         """
@@ -246,5 +248,5 @@ class Inflater:
 
 
 def damaged(coding: str, reason: str) -> HTTPException:
-    """Return the error of a body that is not what its Content-Encoding says."""
+    """Return the error for a body that cannot be decompressed as its Content-Encoding says."""
     return HTTPException(400, f"the body is not valid {coding}, as its Content-Encoding says: {reason}")

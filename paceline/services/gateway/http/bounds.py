@@ -1,8 +1,8 @@
-"""Bounds of bodies: of the JSON in one, which is counted before anything is made of it, and of the memory of all.
+"""Limits of bodies: of the JSON in one body, which is counted before it is parsed, and of the memory of all bodies.
 
 Ten bytes of JSON become an object of several hundred bytes, which takes microseconds to check. So the size of a body
-alone bounds neither the memory nor the time that it costs. `Bounds` has all bounds, which are options. The first two
-are counted in the bytes while they arrive, and the others in the parsed body before it is validated.
+alone bounds neither the memory nor the time that it costs. `Bounds` has all limits, which are options. `values` and
+`objects` are counted in the bytes while they arrive, `messages` and `parts` in the parsed body before it is validated.
 """
 
 from __future__ import annotations
@@ -19,48 +19,52 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.http.errors import ApiError, retry_after
 
 BYTE_COST = 4
-"""Bytes of memory for each byte of a body: as it came, as text, what is made of it, and the prompt."""
+"""Bytes of memory that are counted for each byte of a body: the byte, the text, the parsed value and the prompt."""
 OBJECT_COST = 1024
-"""Bytes of memory for each list and object: as it was parsed, and as it was validated."""
+"""Bytes of memory that are counted for each list and object, parsed and validated."""
 VALUE_COST = 64
-"""Bytes of memory for each value."""
+"""Bytes of memory that are counted for each value in a body."""
 BUSY_SECONDS = 1.0
-"""Time after which a client whose body has no room tries again."""
+"""Delay after which a client should try again if there is no memory for its body, in seconds."""
 
 Json = dict[str, Any]
 
 LONGER: Mapping[str, int] = {"/v1/messages/batches": 5}
-"""Routes whose bodies may have a multiple of the values and objects of others, because they hold many requests."""
+"""Factors of the limits of values and objects for routes whose bodies hold many requests."""
 
 _NESTED = ("chat_request", "completion_request")
-"""Fields that hold the body of another route."""
+"""Names of fields that contain the body of another route."""
 MOST_DIGITS = 400
-"""Digits of the longest number. The time to read one grows with the square of its length."""
+"""Largest number of digits of a number. The time to parse a number grows with the square of its digits."""
 PIECE_BYTES = 64 << 10
-"""The most bytes that are decompressed or counted at once, while no other request goes on."""
+"""Largest number of bytes that are decompressed or counted at once. The event loop does nothing else meanwhile."""
 
 NAME_VALUES = 4
-"""Values that the name of a member counts as. An object of distinct names takes as long to make as so many numbers."""
+"""Number of values that each member name counts as. Parsing a new name takes as long as parsing so many numbers."""
 
 FRACTION_VALUES = 8
-"""Values that each point and each "e" counts as. A number with a fraction or an exponent takes several times as long to
-read and write as an integer, and no other thread runs meanwhile. That "true" and "false" have an "e" does no harm."""
+"""Number of values that each point and each "e" counts as. A number with a fraction or an exponent takes several times
+as long to parse and write as an integer, and no other thread runs meanwhile. The "e" of "true" and "false" is counted,
+too, which does no harm."""
 MOST_WRITTEN_VALUES = 100_000
-"""Largest number of values in the arguments of all tool calls of a conversation, which are texts in its body."""
+"""Largest number of JSON values in the arguments of all tool calls of a conversation. The arguments are texts in its
+body, so their values are not counted with those of the body."""
 
 _OTHERS = bytes(set(range(256)) - set(b'"{[,:0123456789.eE'))
-"""All bytes but those that begin a value outside of texts, digits, marks of fractions and exponents, and quotes."""
+"""Bytes that do not matter for counting. The other bytes are quotes, digits, marks of fractions and exponents, and
+bytes that begin or separate values."""
 
 
 class BodyMemory:
-    """The memory for the bodies of all requests that run, which is `--body-memory`. One key may have half of it.
+    """The memory for the bodies of all running requests, `--body-memory`. One API key may use half of it.
 
-    What a request reads from the store, such as the turns before it, counts like its body.
+    Data that a request reads from the store, such as earlier turns of its conversation, counts like its body.
 
-    Those without a key are of one owner, "", who may have all, because no other calls a gateway that asks for no key.
+    Callers without a key are the owner "". They may use all memory, because a gateway that asks for no key has no other
+    owners.
 
     Args:
-        total: its size in bytes.
+        total: size of the memory, in bytes.
     """
 
     def __init__(self, total: int) -> None:
@@ -69,11 +73,11 @@ class BodyMemory:
         self._of_owner: Counter[str] = Counter()
 
     def most(self, owner: str) -> int:
-        """Return the most bytes that the bodies of one owner may take."""
+        """Return the largest number of bytes that the bodies of one owner may take together."""
         return self.total // 2 if owner else self.total
 
     def take(self, owner: str, size: int) -> None:
-        """Count further bytes of a caller's bodies. Raises HTTPException 429 if there is no room."""
+        """Count further bytes of an owner's bodies as used. Raises HTTPException 429 if there is no room for them."""
         if self.used + size > self.total or self._of_owner[owner] + size > self.most(owner):
             message = "the bodies of running requests take all memory (--body-memory); try again when some have ended"
             raise HTTPException(429, message, {"Retry-After": str(retry_after(BUSY_SECONDS))})
@@ -81,7 +85,7 @@ class BodyMemory:
         self._of_owner[owner] += size
 
     def give_back(self, owner: str, size: int) -> None:
-        """Count bytes back."""
+        """Count bytes of an owner's bodies as free again."""
         self.used -= size
         self._of_owner[owner] -= size
         if not self._of_owner[owner]:
@@ -89,7 +93,7 @@ class BodyMemory:
 
 
 class RequestMemory:
-    """The memory that the body of one request takes, until `close`."""
+    """The memory that the body of one request uses, until `close`."""
 
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
@@ -97,10 +101,12 @@ class RequestMemory:
         self._size = 0
 
     def take(self, owner: str, size: int) -> None:
-        """Count further bytes. Raises HTTPException 413 if it alone takes too many, 429 if there is no room now.
+        """Count further bytes of the request as used.
+
+        Raises HTTPException 413 if the request alone uses too many, and 429 if there is no room for them now.
 
         Args:
-            owner: who sends the request; the same each time.
+            owner: digest of the caller's key; it must be the same in each call.
         """
         if self._size + size > (most := self._memory.most(owner)):
             message = f"the body takes more than {most} bytes of memory (--body-memory); send a smaller one"
@@ -115,16 +121,17 @@ class RequestMemory:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The most that a body may have of everything."""
+    """The limits of the JSON in one body."""
 
     values: int
-    """Members of lists and objects. Names of the latter count as NAME_VALUES each; see also FRACTION_VALUES."""
+    """Largest number of members of lists and objects. The name of a member counts as NAME_VALUES more, a fraction or an
+    exponent as FRACTION_VALUES more."""
     objects: int
-    """Lists and objects."""
+    """Largest number of lists and objects."""
     messages: int
-    """Messages of a conversation, and items of a response's input."""
+    """Largest number of messages in a conversation, and of items in a response's input."""
     parts: int
-    """Parts of the contents of all messages or items together."""
+    """Largest number of content parts in all messages or items together."""
     tools: int
 
     @classmethod
@@ -138,7 +145,7 @@ class Bounds:
         )
 
     def check_count(self, count: JsonCount, path: str) -> None:
-        """Raise ApiError if the JSON of a body for a path has too much by now."""
+        """Raise ApiError if the JSON of a body that has been counted so far exceeds the limits for a path."""
         times = LONGER.get(path, 1)
         for name, found, most in (("values", count.values, self.values), ("objects", count.objects, self.objects)):
             if found > most * times:
@@ -152,7 +159,7 @@ class Bounds:
             raise ApiError(400, f"the body has a number of more than {MOST_DIGITS} digits; send it as a text")
 
     def check_lists(self, body: object, place: str = "") -> None:
-        """Raise ApiError if a parsed body has a list that is too long. What else is wrong with it is not told here."""
+        """Raise ApiError if a parsed body has a list that is too long. Other faults are left to validation."""
         if not isinstance(body, dict):
             return
         for field in ("messages", "input"):
@@ -174,27 +181,27 @@ class Bounds:
 
 
 class JsonCount:
-    """Counter of the values in JSON text that comes in pieces.
+    """Counter of the values in JSON text that arrives in pieces.
 
-    It counts what a parser makes of the text, up to the place at which the text is not valid. The text must be UTF-8:
-    in other encodings, halves of characters look like quotes.
+    It counts the values that a parser would create, up to the first place at which the text is invalid. The text must
+    be UTF-8: in other encodings, halves of characters look like quotes.
     """
 
     def __init__(self) -> None:
         self.values = 0
-        """Lists and objects that have begun, their members, and the names of members; see `Bounds.values`."""
+        """Number of lists and objects that have begun, plus their members, counted as for `Bounds.values`."""
         self.objects = 0
-        """Lists and objects that have begun."""
+        """Number of lists and objects that have begun."""
         self.digits = 0
-        """Digits of the longest number, as far as it has come."""
+        """Number of digits of the longest number in the text so far."""
         self._last_digits = 0
-        """Digits since the last comma."""
+        """Number of digits since the last comma."""
         self._is_in_text = False
         self._escape = b""
         """The backslash at the end of the last piece, if it escapes the next character."""
 
     def add(self, piece: bytes) -> None:
-        """Count the next piece. Takes time in proportion to its length."""
+        """Count the next piece of the text. The time is in proportion to the length of the piece."""
         data = self._escape + piece
         self._escape = b"\\" * ((len(data) - len(data.rstrip(b"\\"))) % 2)
         if b"\\" in data:
@@ -212,12 +219,12 @@ class JsonCount:
         self.digits = max(self.digits, *numbers)
 
     def end(self) -> None:
-        """Note the end of a text. What is added next is another one."""
+        """Note the end of a text. The next piece begins another text."""
         self._is_in_text, self._escape, self._last_digits = False, b"", 0
 
 
 def count_json(text: bytes) -> JsonCount:
-    """Return what is in a JSON text."""
+    """Count the values in a whole JSON text."""
     count = JsonCount()
     for begin in range(0, len(text), PIECE_BYTES):
         count.add(text[begin : begin + PIECE_BYTES])
@@ -225,11 +232,11 @@ def count_json(text: bytes) -> JsonCount:
 
 
 def check_written(texts: Iterable[str], place: str) -> None:
-    """Raise InvalidRequestError if arguments of tool calls, which are texts in a body and will be read as JSON, hold
-    too many values together.
+    """Raise InvalidRequestError if arguments of tool calls together contain too many JSON values.
 
     Args:
-        place: the field of the API.
+        texts: the arguments, which are JSON in texts of a body.
+        place: the field of the API, for the message.
     """
     count = JsonCount()
     for text in texts:
@@ -243,7 +250,7 @@ def check_written(texts: Iterable[str], place: str) -> None:
 
 
 def _conversations(given: object) -> Iterator[list[Any]]:
-    """Yield the conversation in a field; a batch of chats has several."""
+    """Yield each conversation in a field: one, or several if the field is that of a batch of chats."""
     if isinstance(given, list):
         if given and all(isinstance(each, list) for each in given):
             yield from given

@@ -1,4 +1,4 @@
-"""Answers to errors, in the form of the API that the path belongs to, with the field names that the client wrote."""
+"""Answers to errors, in the format of the API that the path belongs to, with the field names that the client wrote."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AN_OBJECT = "Input should be a JSON object"
 _NO_OBJECT = ("dict_type", "model_type", "model_attributes_type")
 _FRAMEWORKS = "There was an error parsing the body"
 _NAME_CHARACTERS = 80
-"""The most characters of a field name that an error message quotes, because a client may send any name."""
+"""Largest number of characters of a field name that an error message quotes, because a client may send any name."""
 
 
 _MESSAGES_TYPES = {
@@ -44,11 +44,11 @@ _MESSAGES_FIELDS = {
     "response_format.json_schema.schema": "output_config.format.schema",
     ".function.parameters": ".input_schema",
 }
-"""Names of fields in chats, which messages may contain, and their names in the Messages API."""
+"""Names of chat fields that error messages may contain, and the names of the same fields in the Messages API."""
 
 
 class ErrorResponse(JSONResponse):
-    """The response to a request that failed. Its form is OpenAI's, or that of the Messages API on its paths."""
+    """The response to a failed request. It has the format of the Messages API on that API's paths, else OpenAI's."""
 
     def __init__(self, error: ApiError) -> None:
         headers = {"Retry-After": str(retry_after(RETRY_AFTER_SECONDS))} if error.status in (429, 503) else {}
@@ -65,7 +65,7 @@ class ErrorResponse(JSONResponse):
 
 
 def logged_response(error: ApiError) -> ErrorResponse:
-    """Log an error and return its response, because a refused request leaves no other trace."""
+    """Return the response to an error, and log the error, because nothing else records a refused request."""
     # Escaped and cut, because the message may contain text from the client.
     level = logging.WARNING if error.status >= 500 else logging.INFO
     log.log(level, "answered %d: %.500r", error.status, str(error), extra={"status": error.status})
@@ -78,7 +78,11 @@ def is_messages_path(path: str) -> bool:
 
 
 def messages_error_body(status: int, message: str, request_id: str) -> dict[str, Any]:
-    """Return the body of an error with an HTTP status, in the form of the Messages API."""
+    """Return the body of an error response in the format of the Messages API.
+
+    Args:
+        status: HTTP status of the response.
+    """
     for field, messages_field in _MESSAGES_FIELDS.items():
         message = message.replace(field, messages_field)
     error = {"type": _MESSAGES_TYPES.get(status, "invalid_request_error"), "message": message}
@@ -86,7 +90,7 @@ def messages_error_body(status: int, message: str, request_id: str) -> dict[str,
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make `app` answer expected errors with an error body. `RequestScopeMiddleware` answers unexpected ones."""
+    """Make `app` answer expected errors with an error body. `RequestScopeMiddleware` answers unexpected errors."""
     app.add_exception_handler(ApiError, _respond)
     app.add_exception_handler(PacelineError, _respond)
     app.add_exception_handler(ClientDisconnect, _respond)  # the body did not come to its end
@@ -117,7 +121,7 @@ def _http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _allowed(request: Request) -> list[str]:
-    """Return the methods that a request's path takes."""
+    """Return the HTTP methods that the path of a request accepts."""
     scopes = {method: {**request.scope, "method": method} for method in ("GET", "POST", "PUT", "DELETE")}
     routes = request.app.routes
     found = [name for name, scope in scopes.items() if any(route.matches(scope)[0] is Match.FULL for route in routes)]
@@ -125,7 +129,10 @@ def _allowed(request: Request) -> list[str]:
 
 
 def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Return the most specific error with its field's path and OpenAI's status 400; FastAPI would use 422."""
+    """Return the response to a validation error: the most specific fault and its field's path, with status 400.
+
+    OpenAI uses 400, too; FastAPI itself would use 422.
+    """
     assert isinstance(error, RequestValidationError)
     # A frame of the framework refers to the error, and its traceback to the frame. The error has the request's body,
     # which would stay in memory until a garbage collection finds this cycle.
@@ -153,16 +160,20 @@ class FieldError:
     place: str
     """The path of the innermost field, such as "messages[0].role"."""
     rule: str
-    """The rule's name, such as "missing", "int_type" or "less_than_equal"."""
+    """Name of the rule that the value breaks, such as "missing", "int_type" or "less_than_equal"."""
     message: str
-    """Pydantic's explanation, or ours if a JSON object is missing."""
+    """Explanation of the fault: pydantic's text, or our own text if a JSON object is missing."""
     indexes: tuple[int, ...]
-    """The list indexes in the path. If a list may have several types, each type fails at some element. The type that
-    fails at the latest element is probably the one that the client meant."""
+    """The list indexes in the path. If a list may have several types, validation reports for each type the element at
+    which it fails. The client probably meant the type that fails at the latest element."""
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: object) -> FieldError:
-        """Return the error of one entry of pydantic's `errors()` about a request whose JSON was `body`."""
+        """Convert one entry of pydantic's `errors()`.
+
+        Args:
+            body: the parsed JSON of the request, to find out which objects the client has sent.
+        """
         place, indexes = "", []
         _, *path = error["loc"]
         for depth, part in enumerate(path, 1):
@@ -177,14 +188,15 @@ class FieldError:
 
     @property
     def is_about_type(self) -> bool:
-        """Whether a value has the wrong type. If a field may have several types, most of them fail so."""
+        """Whether the fault is a value of the wrong type. A field that may have several types reports it for each other
+        type."""
         return self.rule.endswith("_type")
 
 
 def most_specific(errors: Sequence[FieldError]) -> FieldError:
-    """Return the error to answer with.
+    """Return the error to answer with: the fault that the client most probably has to mend.
 
-    If all errors are about types, its message names every type that the field may have.
+    If all errors are about types, the message of the returned error names every type that the field may have.
     """
     first = next((error for error in errors if not error.is_about_type), None)
     if first is not None:

@@ -1,4 +1,4 @@
-"""Errors that requests are answered with, and refusals for want of room. `error_responses` writes the answers."""
+"""Errors that requests are answered with, and refusals because no worker has room. `error_responses` writes answers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from starlette.requests import ClientDisconnect
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, UnavailableError
 
 JITTER = 0.1
-"""Share of the time by which clients that are refused at the same time are spread, in addition to one second."""
+"""Clients that are refused at the same time are told random delays, which vary by this share of the delay plus one
+second."""
 MOST_SECONDS = 3600
-"""Longest time after which a refused client is asked to come back."""
+"""Longest delay after which a refused client is asked to come back, in seconds."""
 
 Reason = Literal["queue_full", "priority", "overload", "timeout", "deadline", "background", "limit"]
-"""Why a request is refused. queue_full: --max-waiting requests wait. priority: more urgent ones took its place.
-overload: the objective of its class would be missed. timeout: --queue-seconds. deadline: its client's own. background:
-no worker is idle. limit: a limit of its key."""
+"""Reason why a request is refused.
+
+queue_full: --max-waiting requests wait already. priority: more urgent requests took its place.
+overload: it would miss the objective of its class. timeout: no worker had room within --queue-seconds.
+deadline: the first token would come after the client's deadline. background: it is a background request and no worker
+is idle. limit: it exceeds a limit of its API key.
+"""
 CountRefusal: TypeAlias = Callable[[str, Reason], object]
 """A function that counts a refused request, by its class and the reason."""
 REASONS: tuple[Reason, ...] = get_args(Reason)
@@ -28,14 +33,14 @@ REASONS: tuple[Reason, ...] = get_args(Reason)
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1
-"""Time after which a client comes back if nobody knows better."""
+"""Delay after which a client should try again if there is no forecast, in seconds."""
 
 
 class NoRoomError(BusyError):
     """A request is refused because the fleet has no room for it in time.
 
     Args:
-        seconds: time after which the client should come back.
+        seconds: delay after which the client should try again, in seconds.
     """
 
     def __init__(self, message: str, reason: Reason, seconds: int = 1) -> None:
@@ -45,9 +50,9 @@ class NoRoomError(BusyError):
 
 
 def retry_after(seconds: float) -> int:
-    """Return the whole seconds after which a client should come back, never less than `seconds`, up to MOST_SECONDS.
+    """Return the delay in whole seconds after which a client should try again: at least `seconds`, up to MOST_SECONDS.
 
-    Clients that are refused together are told different times, so that they do not come back together.
+    The delay is random, so that clients that are refused together do not come back together.
     """
     spread = seconds + random.uniform(0.0, 1.0 + JITTER * seconds)
     return min(MOST_SECONDS, max(1, math.ceil(seconds), math.floor(spread)))
@@ -68,28 +73,28 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.headers: dict[str, str] = {}
-        """Headers of the answer, besides those that its status needs."""
+        """Further headers of the answer, in addition to the headers that its status needs."""
         self.is_for_others = False
-        """Whether another gateway can give the answer at once."""
+        """Whether another gateway can serve the request at once, so that the client should retry there."""
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code or None}}
 
 
 class NoWorkerError(UnavailableError):
-    """No worker could take a request, even if all had room."""
+    """No worker of the fleet could take a request, even if all workers had room."""
 
     def __init__(self) -> None:
         super().__init__("no decode worker is ready; try again later")
 
 
 class ClientLeftError(ApiError):
-    """The client closed its connection. Nobody reads the answer; its status stands in the log of requests."""
+    """The client closed its connection, so the answer is not sent. Its status only appears in the log of requests."""
 
     def __init__(self) -> None:
         super().__init__(499, "the client closed its connection before the answer")
 
 
 class LeavingError(UnavailableError):
-    """This gateway shuts down. Another one can take the request, or continue its stream."""
+    """This gateway shuts down. Another gateway can take the request or continue its stream."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -102,7 +107,7 @@ class ContextLengthError(InvalidRequestError):
     """Prompt and answer together do not fit into the context of any worker.
 
     Args:
-        prompt_tokens: length of the prompt; if nobody has tokenized it, the least length that it can have.
+        prompt_tokens: length of the prompt in tokens; if it is not tokenized yet, a lower bound of its length.
         max_model_len: longest context of any worker, in tokens.
     """
 
@@ -113,19 +118,19 @@ class ContextLengthError(InvalidRequestError):
 
 
 class MediaError(InvalidRequestError):
-    """An image, a video or an audio clip was refused, or cannot be decoded."""
+    """An image, a video or an audio clip is refused by a rule, or cannot be decoded."""
 
     status = 400
 
 
 class UnreachableMediaError(MediaError):
-    """The server of a media item did not send it. The URL may be dead, or the server may have a problem."""
+    """A media item could not be downloaded from its URL. The URL may be dead, or its server may have a problem."""
 
     status = 422
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the answer to any error. Unexpected errors are logged here; their details are not sent to the client."""
+    """Convert any error to the error to answer with. Unexpected errors are logged, and the client gets no details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ClientDisconnect):

@@ -1,4 +1,4 @@
-"""Answers that end when the client disconnects: server-sent events, and other work, which is cancelled then."""
+"""Answers that end when the client disconnects: server-sent events, and other work, which is then cancelled."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SEND_SECONDS = 60.0
-"""A client that takes no data for this long loses its request, which occupies a place on a worker. In seconds."""
+"""Longest time for which a client may accept no data, in seconds. Then its request is ended, because it occupies a
+place on a worker."""
 PING_SECONDS = 15.0
-"""Seconds of silence after which a stream sends a ping, if its API has pings."""
+"""Time without an event after which a stream sends a ping, in seconds, if its API has pings."""
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 _LINE_BREAKS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-"""Escapes of characters that JSON allows and that clients may take for the end of a line."""
+"""JSON escapes for characters that JSON allows in a text but that clients may take for the end of a line."""
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`.
+    """Run `work` until it ends or the client disconnects, and return its result.
 
     Raises:
-        ClientLeftError: the client disconnected first. Then `work` is cancelled and has ended.
+        ClientLeftError: the client disconnected first. `work` has then been cancelled and has ended.
     """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnect(receive))
@@ -51,11 +52,12 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 class EventStreamResponse(Response):
-    """A response that sends events. Headers wait for the first event, so that an earlier error gets its own status.
+    """A response that sends events. It sends its headers with the first event, so that an error before gets a status.
 
     Args:
-        error_events: returns the events of an error that comes later.
-        ping: returns the events to send after a while of silence. Headers are sent with them. None sends none.
+        error_events: function that returns the events for an error after the first event.
+        ping: function that returns the events to send after PING_SECONDS without an event; None for no pings. A ping
+            may be the first event.
     """
 
     media_type = "text/event-stream"
@@ -77,7 +79,7 @@ class EventStreamResponse(Response):
         self._send_seconds = send_seconds
         self._has_begun = False
         self._is_silent = True
-        """Whether no events have been sent for a while."""
+        """Whether no events have been sent since the last check for a ping."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -121,7 +123,7 @@ class EventStreamResponse(Response):
         await send_body({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _send_pings(self, ping: Callable[[], bytes], send: Send, send_body: Send) -> None:
-        """Send pings during silence, until the task is cancelled."""
+        """Send a ping after each PING_SECONDS without an event, until the task is cancelled."""
         while True:
             self._is_silent = True
             await asyncio.sleep(PING_SECONDS)
@@ -130,13 +132,13 @@ class EventStreamResponse(Response):
 
 
 def event(data: dict[str, Any], name: str = "") -> bytes:
-    """Return a server-sent event with JSON data, and with a name if one is given."""
+    """Encode a server-sent event with JSON data, and with the name if it is not empty."""
     named = f"event: {name}\n".encode() if name else b""
     return named + framed(ENCODER.encode(data))
 
 
 def framed(text: str) -> bytes:
-    """Return a server-sent event with a text of JSON."""
+    """Encode a server-sent event whose data is this JSON text."""
     return f"data: {text if text.isascii() else text.translate(_LINE_BREAKS)}\n\n".encode()
 
 

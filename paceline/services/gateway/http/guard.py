@@ -30,18 +30,18 @@ from paceline.services.gateway.http.request_scope import scope_of
 log = logging.getLogger(__name__)
 
 _ENDS = ("/cancel", "/abort_requests")
-"""Ends of the paths of requests that end others."""
+"""Suffixes of paths of requests that end other requests."""
 
 
 class Guard:
     """Middleware that applies DECISIONS and the limits of keys.
 
-    The request's scope gets `caller`, who sent it, and `admission`, what its key is charged. A line of a batch has its
-    caller already, and is let in.
+    It sets `caller`, the sender of the request, and `admission`, the charge of its key, in the request's scope. A line
+    of a batch already has its caller, and is let in.
 
     Args:
         origins: origins whose web pages may call the API (`--allowed-origins`).
-        is_exposed: whether the gateway listens at an address that other machines reach.
+        is_exposed: whether the gateway listens at an address that other machines can reach.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Guard:
         self._origins = frozenset(origin.lower() for origin in origins)
         self._is_exposed = is_exposed
         self._has_proxy = False
-        """Whether a proxy has forwarded a request."""
+        """Whether a proxy has ever forwarded a request that was let in."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,7 +74,7 @@ class Guard:
             await self._app(scope, receive, answer)
 
     def _with_limits(self, send: Send, owner: str) -> Send:
-        """Return a `send` that adds the headers about the limits of the caller's key, if it has any."""
+        """Return a `send` function that adds headers about the limits of the caller's key, if the key has limits."""
         if not self._limiter.headers(owner):
             return send
 
@@ -86,7 +86,7 @@ class Guard:
         return send_with_limits
 
     def _admit(self, scope: Scope) -> Caller:
-        """Return the caller of a request. Raises ApiError if it may not call this route."""
+        """Return the caller of a request. Raises ApiError if the caller may not use this route."""
         path = path_of(scope)
         access = decision_for(path)
         headers = Headers(scope=scope)
@@ -111,7 +111,7 @@ class Guard:
         return caller
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError if a browser sends a request without a key for a page that nobody has allowed."""
+        """Raise ApiError if a browser sends a request without a key for a page whose origin is not allowed."""
         host, origin = headers.get("host", ""), headers.get("origin", "").lower()
         if "*" in self._origins:
             return
@@ -133,15 +133,15 @@ class Guard:
     def _trusts_processes(self) -> bool:
         """Whether processes of this machine are admins.
 
-        If clients need keys and others reach the gateway, too, processes of this machine are no admins: such a process
-        may be a proxy, which forwards a client's request.
+        They are not if clients need keys and other machines can reach the gateway: a process of this machine may then
+        be a proxy that forwards a client's request.
         """
         return not self._book.has_admins and not self._has_proxy and not (self._book.has_clients and self._is_exposed)
 
     def _note_proxy(self, headers: Headers) -> None:
-        """Note if a request that is let in came through a proxy: its clients may pass for processes of this machine.
+        """Note whether an accepted request came through a proxy, whose clients may look like processes of this machine.
 
-        A request that is refused does not count, because a web page may have added the headers of a proxy.
+        A refused request does not count, because a web page may have added the headers of a proxy.
         """
         if not self._has_proxy and is_forwarded(headers):
             self._has_proxy = True
@@ -152,7 +152,7 @@ class Guard:
                 )
 
     def _caller(self, headers: Headers) -> tuple[Caller, bool]:
-        """Return who sends these headers, and whether a browser may have added the key by itself."""
+        """Return the caller whose key is in these headers, and whether a browser may have added the key by itself."""
         basic = _basic_password(headers)
         key = self._book.find([*_sent_keys(headers), basic])
         return (ANYONE if key is None else caller_with(key)), bool(basic)
@@ -186,10 +186,10 @@ class Guard:
 
 
 def warn_without_admins(book: AccessBook, is_exposed: bool) -> None:
-    """Log who is an admin if clients need keys and there is no admin key.
+    """Log which callers are admins if clients need keys and there is no admin key.
 
     Args:
-        is_exposed: see `Guard`.
+        is_exposed: whether the gateway listens at an address that other machines can reach.
     """
     if book.has_clients and not book.has_admins:
         who = "nobody" if is_exposed else "every client that runs on this machine"
@@ -197,15 +197,15 @@ def warn_without_admins(book: AccessBook, is_exposed: bool) -> None:
 
 
 def path_of(scope: Scope) -> str:
-    """Return the path of a request below the root path, as the routes have it."""
+    """Return the path of a request without the root path, as in the paths of routes."""
     return str(scope["path"].removeprefix(scope.get("root_path", "")))
 
 
 def _is_counted(scope: Scope) -> bool:
-    """Return whether a request counts as one of its key's requests.
+    """Return whether a request counts against its key's limit of requests.
 
-    All that send a body do, because to read and to answer it costs the gateway time, whether or not workers compute. A
-    request that ends others is never refused.
+    All requests with a body count, because reading the body and answering it costs the gateway time, even if no worker
+    computes. Requests that end other requests do not count, so that they are never refused.
     """
     path = path_of(scope)
     return scope["method"] == "POST" and decision_for(path) is Access.CLIENT and not path.endswith(_ENDS)
@@ -219,7 +219,7 @@ def _sent_keys(headers: Headers) -> Iterator[str]:
 
 
 def _basic_password(headers: Headers) -> str:
-    """Return the password in the headers, whatever the user name is; "" if there is none."""
+    """Return the password of HTTP basic authentication, whatever the user name is; "" if there is none."""
     scheme, _, encoded = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "basic":
         return ""

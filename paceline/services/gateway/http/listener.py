@@ -1,4 +1,4 @@
-"""The socket of the HTTP API: TCP or Unix, in the clear or with TLS."""
+"""The listening socket of the HTTP API: TCP or Unix, without or with TLS."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paceline.services.common.lifecycle import reachable_address
 from paceline.services.common.unix_socket import socket_address
 
 HANDSHAKE_SECONDS = 10.0
-"""Longest time of a TLS handshake."""
+"""Longest time of a TLS handshake, in seconds."""
 GOODBYE_SECONDS = 5.0
-"""Time that a client has to answer the end of a TLS connection."""
+"""Longest time for a client to answer the end of a TLS connection, in seconds."""
 _BACKLOG = 2048
 
 
 class Listener:
-    """A socket at which connections wait until `serve`. Make one with `listen`.
+    """A listening socket. Connections wait there until `serve` is called. Create it with `listen`.
 
     Attributes:
-        address: host:port, or unix:PATH.
+        address: the address as host:port or unix:PATH.
     """
 
     def __init__(self, listening: socket.socket, address: str, tls: ssl.SSLContext | None) -> None:
@@ -42,7 +42,7 @@ class Listener:
         return f"{'https' if self._tls else 'http'}://{self.address}"
 
     async def serve(self, make: Callable[[], asyncio.Protocol]) -> asyncio.Server:
-        """Serve each connection by a protocol that `make` returns."""
+        """Start to accept connections. Each connection is served by a new protocol that `make` returns."""
         loop = asyncio.get_running_loop()
         is_unix = self._socket.family == socket.AF_UNIX
         create = loop.create_unix_server if is_unix else loop.create_server
@@ -60,7 +60,7 @@ class Listener:
 
 @contextlib.contextmanager
 def listen(config: GatewayConfig) -> Iterator[Listener]:
-    """Yield the listener that the options ask for. Its socket is closed at the end, and a Unix socket removed.
+    """Yield the listener that the options ask for. At the end its socket is closed, and a Unix socket is removed.
 
     Raises ConfigError if the address is in use or a certificate cannot be used.
     """
@@ -96,9 +96,9 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def _unix_socket(path: Path) -> Iterator[socket.socket]:
-    """Yield a socket that listens at `path`, for this user alone. One that a killed process left there is replaced.
+    """Yield a Unix socket at `path`, which only this user may use. A socket that a killed process left is replaced.
 
-    Raises ConfigError if a server listens there, or if something else than a socket is there.
+    Raises ConfigError if a server listens at `path`, or if something else than a socket is there.
     """
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
     with socket.socket(socket.AF_UNIX) as listening:
@@ -123,7 +123,7 @@ def _unix_socket(path: Path) -> Iterator[socket.socket]:
 
 
 def _check_free(path: Path) -> None:
-    """Raise ConfigError unless `path` is free, or a socket at which nobody listens."""
+    """Raise ConfigError unless there is nothing at `path`, or a socket at which no server listens."""
     if not os.path.lexists(path):
         return
     if not path.is_socket():

@@ -1,4 +1,4 @@
-"""The scopes of requests, the answer to an error that nobody has expected, and the count of responses."""
+"""Middlewares that make the scopes of requests, answer unexpected errors, and count responses."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ ID_PREFIXES = {
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",
 }
-"""The routes whose answers workers compute, and the beginning of their requests' ids."""
+"""The prefix of request ids for each route whose answers workers compute."""
 
 LINE_CALLER = "paceline.line_caller"
-"""The entry of the ASGI scope of a line of a batch that has its `Caller`. No client can set it."""
+"""Name of the ASGI scope entry that holds the `Caller` of a line of a batch. Clients cannot set this entry."""
 
 
 def is_valid_id(text: str) -> bool:
@@ -48,13 +48,13 @@ def is_valid_id(text: str) -> bool:
 class RequestScopeMiddleware:
     """Middleware that makes the `RequestScope` of each request, and answers errors that nothing else has answered.
 
-    A request gets an id: the client's X-Request-Id if it is valid, else a new one. Each answer has it, even after an
-    unexpected error.
+    A request gets an id: the client's X-Request-Id if it is valid, else a new id. Each answer carries the id, even an
+    answer to an unexpected error.
 
     Args:
         pool: threads for work on bodies.
-        bounds: what the JSON of a body may hold.
-        memory: where the memory for bodies is counted.
+        bounds: limits of the JSON in a body.
+        memory: counter of the memory that all bodies take.
     """
 
     def __init__(self, app: ASGIApp, pool: FairPool, bounds: Bounds, memory: BodyMemory) -> None:
@@ -119,8 +119,8 @@ class RequestScopeMiddleware:
 class CountResponsesMiddleware:
     """Middleware that calls `count` with the route, the method and the status of each response.
 
-    The route is its pattern, such as /trace/{request_id}, so that clients cannot make up new ones; "none" if no route
-    has taken the request.
+    The route is named by its pattern, such as /trace/{request_id}, so that clients cannot create new label values. The
+    name is "none" if no route has taken the request.
     """
 
     def __init__(self, app: ASGIApp, count: Callable[[str, str, int], None]) -> None:

@@ -1,6 +1,6 @@
-"""The paths of routes: who may call each, how clients and proxies spell them, and HEAD, which is GET without the body.
+"""The paths of routes: who may call each path, how clients and proxies spell it, and HEAD: GET without the body.
 
-A path that is not in the table does not exist: the guard answers it with 404.
+A path that is not in the table DECISIONS does not exist: the guard answers it with 404.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.core.errors import ConfigError
 
 MOST_RUNS = 8
-"""The most places of a path at which slashes are doubled."""
+"""Largest number of doubled slashes that are mended in one path."""
 
 
 class Access(enum.Enum):
     """The callers to whom a route is open."""
 
     OPEN = "open"
-    """Everybody. Such a route tells nothing about requests and their clients."""
+    """Everybody may call the route. It reveals nothing about requests and clients."""
     CLIENT = "client"
-    """Whoever has a key; everybody if no client key is configured. A key sees only what it has sent itself."""
+    """Callers with a key; everybody if no client key is configured. A caller sees only requests of its own key."""
     ADMIN = "admin"
-    """Whoever has an admin key; processes of this machine if no admin key is configured."""
+    """Callers with an admin key; processes of this machine if no admin key is configured."""
 
 
 DECISIONS: dict[str, Access] = {
@@ -104,7 +104,7 @@ _PATTERNS: list[tuple[Pattern[str], Access]] = [
 
 
 def decision_for(path: str) -> Access | None:
-    """Return who may call a path; None if no route has it."""
+    """Return the callers to whom a path is open; None if no route has this path."""
     if (decided := DECISIONS.get(path)) is not None:
         return decided
     return next((access for pattern, access in _PATTERNS if pattern.match(path)), None)
@@ -114,11 +114,11 @@ _NOT_YET = {
     **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), "embeddings are not supported yet"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"),
 }
-"""Paths of other servers of the OpenAI API, and why they are missing here."""
+"""Paths that other servers of the OpenAI API have, with the reason why each is missing here."""
 
 
 def why_missing(path: str) -> str:
-    """Return the end of a sentence that says why a path is missing, or what its client may mean; "" if unknown."""
+    """Return the end of an error message: why a path is missing, or which path the client may mean; "" if unknown."""
     if path in _NOT_YET:
         return f"; {_NOT_YET[path]}"
     # The base URL of OpenAI's clients ends with /v1, that of Anthropic's does not.
@@ -127,13 +127,13 @@ def why_missing(path: str) -> str:
 
 
 def check_decided(routes: Iterable[BaseRoute]) -> None:
-    """Raise LookupError if no decision was made about a route."""
+    """Raise LookupError if DECISIONS has no entry for the path of a route."""
     if missing := sorted({path for path in paths_of(routes) if path not in DECISIONS}):
         raise LookupError(f"nobody has decided who may call {', '.join(missing)}: add it to http/paths.py")
 
 
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
-    """Yield the path of each route, as in DECISIONS; a mounted application has `{path:path}` at its end."""
+    """Yield the path of each route in the format of DECISIONS. That of a mounted application ends in `{path:path}`."""
     for route in routes:
         router = getattr(route, "original_router", None)  # of a router that FastAPI has included
         if isinstance(router, APIRouter):
@@ -147,11 +147,12 @@ def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
 class PathMiddleware:
     """Middleware that gives each request the path of the route that it means.
 
-    It takes off `root_path` if a proxy has left it there, slashes at the end, and doubled slashes: clients join the
+    It removes `root_path` if a proxy has left it in the path, slashes at the end, and doubled slashes: clients join the
     URL of a server and the path of a route with one slash too many.
 
-    All that comes after it, access rules included, sees the same path for a request, however it was spelled. Therefore
-    ASGI's own `root_path` stays empty: with it, the router would take the path off once more, after those rules.
+    The following middlewares, access rules included, and the router see the same path however the client spelled it.
+    ASGI's own `root_path` stays empty. Otherwise the router would remove the root path a second time, after the access
+    rules have decided.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -174,9 +175,9 @@ class PathMiddleware:
 
 
 def spelled_as_route(path: str) -> str:
-    """Return the path of the route that `path` means; `path` itself if it means none.
+    """Return the path of the route that the client means with `path`; `path` itself if no route fits.
 
-    A parameter that is a path of its own, such as the name of a model, keeps its slashes.
+    A path parameter that contains slashes itself, such as the name of a model, keeps them.
     """
     spelled = path
     for _ in range(MOST_RUNS + 1):
@@ -193,7 +194,7 @@ def spelled_as_route(path: str) -> str:
 
 
 def check_root_path(root_path: str, paths: Iterable[str]) -> None:
-    """Raise ConfigError if one of the API's own paths begins with `root_path`: nobody could tell the two apart."""
+    """Raise ConfigError if a path of the API begins with `root_path`, because requests would then be ambiguous."""
     if root_path and (own := next((path for path in paths if f"{path}/".startswith(f"{root_path}/")), None)):
         raise ConfigError(f"--root-path {root_path} is the beginning of a path of the API ({own}); choose another one")
 
@@ -201,7 +202,7 @@ def check_root_path(root_path: str, paths: Iterable[str]) -> None:
 class HeadMiddleware:
     """Middleware that answers HEAD on each route that takes GET, with the status and headers that GET would have.
 
-    The answer is complete after its headers. A stream sees then that its client has gone, and ends.
+    The answer is complete after its headers. The work of a stream is told that the client has disconnected, and ends.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -1,4 +1,4 @@
-"""Threads for work on the bodies of requests. Callers take turns, so that no caller takes all of a few places."""
+"""Threads for work on the bodies of requests. Callers take turns, so that no caller occupies all threads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 WAITING_THREADS, MOST_THREADS = 4, 16
-"""Threads beside one for each core, because a thread waits while a long text is tokenized; and the most threads."""
+"""Number of threads in addition to one for each core, because a thread waits while a long text is tokenized; and the
+largest number of threads in all."""
 
 
 class FairPool:
-    """A pool of threads, at which callers take turns.
+    """A pool of threads that serves the owners of waiting work in turn.
 
     Args:
-        threads: if there are several, no owner ever has all of them.
-        name: begin of the threads' names.
+        threads: number of threads. If there are several, one owner never occupies all of them.
+        name: prefix of the threads' names.
     """
 
     def __init__(
@@ -31,9 +32,9 @@ class FairPool:
         self._turns = OwnerTurns(threads)
 
     async def run(self, owner: str, work: Callable[..., T], *args: object) -> T:
-        """Run `work` on a thread and return its result, after other callers had their turns.
+        """Wait for the owner's turn, run `work` on a thread, and return its result.
 
-        Raises the errors of `work`. If the call is cancelled, work that has begun goes on.
+        Raises the errors of `work`. If this call is cancelled, work that has begun runs to its end.
         """
         loop = asyncio.get_running_loop()
         await self._turns.take(owner)
@@ -45,34 +46,34 @@ class FairPool:
             del begun  # it has the error, whose traceback has this frame: a cycle that only a collection would free
 
     def close(self, last: Callable[[], object] = lambda: None) -> None:
-        """Do `last` after all work that has begun, and wait until it is done."""
+        """Let all work that has begun end, then call `last` on a thread, and wait until it has returned."""
         self._executor.submit(last)
         self._executor.shutdown()
 
 
 class OwnerTurns:
-    """A few places. If owners wait for one, a free place goes to each of them in turn.
+    """A small number of places, such as threads. If several owners wait for a free place, they get places in turn.
 
-    One owner never has all places if there are several. Callers without a key are the owner "". They may have all,
-    because nobody else calls a gateway that asks for no key.
+    If there are several places, one owner never has all of them. Callers without an API key are the owner "". They may
+    have all places, because a gateway that asks for no key has no other owners.
 
     Args:
-        count: the number of places.
+        count: number of places.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._taken: Counter[str] = Counter()
-        """Places that each owner has."""
+        """Number of places that each owner has taken."""
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Those who wait, by owner. The first owner's turn is next."""
+        """Calls of `take` that wait, by owner. The first owner in the dict gets the next free place."""
 
     def waiting(self, owner: str) -> int:
-        """Return how many of an owner's turns have not come yet."""
+        """Return how many calls of `take` wait for an owner's place."""
         return sum(not turn.done() for turn in self._waiting.get(owner, ()))
 
     async def take(self, owner: str) -> None:
-        """Take a place, after other owners had their turns. If this is cancelled, no place is taken."""
+        """Wait for the owner's turn and take a place. If this call is cancelled, no place is taken."""
         if self._has_place(owner):
             self._taken[owner] += 1
             return
@@ -86,7 +87,7 @@ class OwnerTurns:
             raise
 
     def give_back(self, owner: str) -> None:
-        """Give a place back, and free places to those whose turn it is."""
+        """Give a place back, and assign free places to the owners whose turn it is."""
         self._taken[owner] -= 1
         if not self._taken[owner]:
             del self._taken[owner]

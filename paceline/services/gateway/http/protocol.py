@@ -1,7 +1,7 @@
 """HTTP limits of request heads, and answers to HTTP/1.0.
 
-With this parser uvicorn limits neither the size of a request's head nor the time that it takes. One connection could
-fill the memory, and many could stay open for ever, before our code sees a request.
+uvicorn's own HTTP connection limits neither the size of a request's head nor the time in which it arrives. One client
+could fill the memory, and many connections could stay open for ever, before our code sees a request.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from starlette.types import Message
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 << 10
-"""Largest size of a request line and its headers together."""
+"""Largest size of a request line together with its headers, in bytes."""
 HEAD_SECONDS = 30.0
-"""Longest time for a head to arrive. An idle kept-alive connection is uvicorn's to close."""
+"""Longest time in which a head must arrive, in seconds. Idle kept-alive connections are closed by uvicorn."""
 OLD_VERSIONS = ("0.9", "1.0")
-"""Versions of HTTP that have no chunks."""
+"""Versions of HTTP that do not know chunked transfer encoding."""
 TOO_LARGE = f"The head of the request is larger than {MAX_HEAD_BYTES} bytes."
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection, whose request heads are limited in size and time."""
+    """uvicorn's HTTP connection, with limits of the size of a request's head and of the time in which it arrives."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._in_head = False
         self._head_bytes = 0
         self._chunk_bytes = 0
-        """Bytes of the chunk that is being parsed; 0 after another request has ended in it."""
+        """Size of the received data that is being parsed, in bytes; 0 after another request has ended in this data."""
         self._refusal = ""
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -88,10 +88,10 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 class UnchunkedSend:
-    """The `send` of an answer to a version of HTTP without chunks.
+    """The `send` function of an answer to a client whose version of HTTP does not know chunks.
 
-    A body whose length is not known ends with the connection, which uvicorn closes after each such answer. uvicorn
-    itself would send this body in chunks.
+    The end of a body of unknown length is the end of the connection, which uvicorn closes after each such answer.
+    uvicorn itself would send this body in chunks.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:

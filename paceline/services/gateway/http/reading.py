@@ -1,4 +1,4 @@
-"""Routes that parse and validate bodies beside the event loop, if they are not small."""
+"""Routes that parse and validate large bodies on a thread, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.request_scope import aside, scope_of
 
 SLOW_BYTES = 1 << 20
-"""Largest body that Python's own parser may read."""
+"""Largest body that Python's own parser may read, in bytes."""
 SMALL_BYTES, SMALL_VALUES = 64 << 10, 1000
-"""A body with at most so many bytes and values is read at once, which takes about a millisecond."""
+"""Largest body that is read on the event loop, in bytes and in values. Reading it takes about a millisecond."""
 
 _LARGE_NUMBER = re.compile(rb"[0-9.][eE]\+?[0-9]{3}|[0-9]{200}")
-"""Finds all numbers that may be too large for a double, and little else."""
+"""Matches all numbers that may be too large for a double, and few other numbers."""
 _NOTHING = object()
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -41,7 +41,7 @@ class Checked:
 class BodyRoute(APIRoute):
     """A route whose JSON body is counted, parsed and validated by `read_body`, on a thread unless it is small.
 
-    The framework would parse and validate it on the event loop, where all streams would wait meanwhile.
+    The framework would parse and validate it on the event loop, and all streams would wait meanwhile.
     """
 
     def get_route_handler(self) -> Handler:
@@ -64,7 +64,7 @@ class BodyRoute(APIRoute):
 
 
 class _CheckedField:
-    """A body's field that takes the body as `read_body` returns it."""
+    """Replaces the framework's description of a body: it accepts the body that `read_body` has already validated."""
 
     def __init__(self, field: Any) -> None:
         self.field = field
@@ -87,12 +87,12 @@ async def _read(request: Request, body: bytes, field: _CheckedField) -> Checked:
 
 
 def read_body(body: bytes, field: Any, bounds: Bounds) -> Checked:
-    """Return a validated body.
+    """Parse and validate a body, and return the result.
 
     Args:
         field: the framework's description of the body.
 
-    Raises RequestValidationError or ApiError if it is not valid.
+    Raises RequestValidationError or ApiError if the body is not valid.
     """
     value = parse(body)
     bounds.check_lists(value)
@@ -103,13 +103,13 @@ def read_body(body: bytes, field: Any, bounds: Bounds) -> Checked:
 
 
 def read_json(text: bytes) -> Any:
-    """Return the value of a JSON text from a client.
+    """Parse a JSON text from a client.
 
-    The text must be UTF-8, as the standard says; see `JsonCount`. This parser is several times as fast as Python's, and
-    no other thread runs meanwhile.
+    The text must be UTF-8, as the standard says and `JsonCount` needs. This parser is several times as fast as
+    Python's. No other thread runs while it parses.
 
-    Raises ValueError if it is not valid, is nested too deeply, or has a number that is too large for a double: nobody
-    could write it as JSON again.
+    Raises ValueError if the text is not valid, is nested too deeply, or has a number that is too large for a double:
+    such a number becomes infinity, which JSON cannot express.
     """
     text = text.removeprefix(codecs.BOM_UTF8)
     try:
@@ -130,7 +130,7 @@ def read_json(text: bytes) -> Any:
 
 
 def has_infinity(value: Any) -> bool:
-    """Return whether a value from JSON has a number that became infinite."""
+    """Return whether a parsed JSON value contains a number that was too large for a double and became infinite."""
     left = [value]
     while left:
         match left.pop():
@@ -148,7 +148,7 @@ def _refuse(constant: str) -> None:
 
 
 def parse(text: bytes) -> Any:
-    """Return the value of a body's JSON text; see `read_json`.
+    """Parse the JSON text of a body with `read_json`.
 
     Raises ApiError if the JSON is nested too deeply, or RequestValidationError if it is not valid.
     """
@@ -163,6 +163,6 @@ def parse(text: bytes) -> Any:
 
 
 def is_json(request: Request) -> bool:
-    """Return whether a request says that its body is JSON."""
+    """Return whether a request's Content-Type says that its body is JSON."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind.startswith("application/") and (kind == "application/json" or kind.endswith("+json"))

@@ -1,4 +1,4 @@
-"""What the gateway knows of one request beside its head and its body."""
+"""The scope of a request: the gateway's data about one HTTP request besides its head and its body."""
 
 from __future__ import annotations
 
@@ -21,55 +21,56 @@ from paceline.services.gateway.http.pool import FairPool
 T = TypeVar("T")
 
 _KEY = "paceline.request"
-"""The entry of an ASGI scope that has the request's `RequestScope`."""
+"""Name of the ASGI scope entry that holds the request's `RequestScope`."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestScope:
-    """One request, from its head to the end of its answer.
+    """The gateway's data about one request, from its head to the end of its answer.
 
-    `RequestScopeMiddleware` makes it. All middlewares after it, and the routes, get it by `scope_of`.
+    `RequestScopeMiddleware` creates it. All middlewares after that one, and the routes, get it with `scope_of`.
     """
 
     id: str
-    """The id in the answer and in log lines."""
+    """Id of the request in its answer and in log lines."""
     client_chose_id: bool
-    """Whether the id is the client's, so that other requests may have it, too."""
+    """Whether the client chose the id. Then other requests may have the same id."""
     pool: FairPool
     """Threads for work on bodies."""
     bounds: Bounds
     memory: RequestMemory
-    """Counts the memory of the body, and of what is read from the store for the request."""
+    """Counter of the memory that the body uses, and data that is read from the store for the request."""
     send: Send | None
-    """The server's `send`. It takes bodies whose head has passed the middlewares, which do nothing with bodies. None
-    after the end: it knows the ASGI scope, and the cycle would keep the request in memory."""
+    """The server's own `send` function. It sends bodies past the middlewares, which only change the head of an answer.
+    None after the end of the request: the function refers to the ASGI scope, and the reference cycle would keep the
+    request in memory."""
     caller: Caller = ANYONE
-    """Who sent it. `Guard` says that, unless the request is a line of a batch."""
+    """The sender of the request. `Guard` sets it, unless the request is a line of a batch."""
     is_background: bool = False
-    """Whether nobody waits for the answer: the request is a line of a batch, and not one of a client."""
+    """Whether it is a background request: a line of a batch, for whose answer no client waits."""
     admission: Admission = field(default_factory=Admission)
-    """What the caller's key is charged."""
+    """The charge of the caller's key for this request."""
     arrived: float = field(default_factory=time.monotonic)
-    """When the head came, on time.monotonic()."""
+    """Instant at which the head of the request arrived, on time.monotonic()."""
     waited: float = 0.0
-    """Seconds of `--queue-seconds` that the request has used up because no worker was ready."""
+    """Part of `--queue-seconds` that the request has spent waiting for a ready worker, in seconds."""
     json_count: JsonCount = field(default_factory=JsonCount)
-    """The JSON in the body, as far as the body has come."""
+    """Count of the JSON values in the part of the body that has arrived."""
     resources: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    """Closed when the request ends, or before, when its generation runs."""
+    """Resources that are released when the request ends, or already when its generation begins to run."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers to add to the answer."""
     error_type: str = ""
-    """The `type` in the answer, if it is an error."""
+    """The `type` of the error in the answer; "" if the answer is no error."""
 
     @property
     def owner(self) -> str:
-        """Digest of the key that let the request in; "" if the caller has none."""
+        """Digest of the caller's API key; "" if the caller has no key."""
         return self.caller.owner
 
     @property
     def request_class(self) -> str:
-        """Class of the request, which depends on its caller."""
+        """Name of the request's class, which is that of its caller."""
         return BACKGROUND if self.is_background else self.caller.request_class
 
     def unique_id(self) -> str:
@@ -78,17 +79,21 @@ class RequestScope:
 
 
 def set_scope(asgi_scope: Scope, scope: RequestScope) -> None:
-    """Give a request its scope, which everything that gets the ASGI scope can read from now on."""
+    """Store a request's scope in the ASGI scope, where `scope_of` finds it."""
     asgi_scope[_KEY] = scope
 
 
 def scope_of(request: Mapping[str, Any]) -> RequestScope:
-    """Return the scope of a request, by the framework's `Request` or by its ASGI scope."""
+    """Return the scope of a request.
+
+    Args:
+        request: the framework's `Request`, or the ASGI scope of the request.
+    """
     scope: RequestScope = request[_KEY]
     return scope
 
 
 async def aside(request: Request, work: Callable[..., T], *args: Any) -> T:
-    """Run work for a request on a thread of the gateway's pool and return its result; see `FairPool.run`."""
+    """Run `work` for a request on a thread of the gateway's pool, in the caller's turn, and return its result."""
     scope = scope_of(request)
     return await scope.pool.run(scope.owner, work, *args)

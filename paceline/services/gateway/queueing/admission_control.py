@@ -1,7 +1,7 @@
-"""Measures of the load of a fleet, and their consequences for requests that want to be admitted.
+"""Admission control: measures the load of a fleet, and decides which workers may get more requests.
 
-Pure logic: all instants are arguments, of one clock, in seconds. The gateway feeds it with events of its attempts
-(`load_control.py`), and the simulator with events of its own.
+Pure logic: all instants are arguments, of one clock, in seconds. The gateway passes in the events of its attempts
+(`load_control.py`), and the simulator passes in simulated events.
 """
 
 from __future__ import annotations
@@ -19,52 +19,55 @@ from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND
 
 INTERVAL_SECONDS = 1.0
 LEAST_GAPS = 50
-"""An interval lasts at least INTERVAL_SECONDS and has at least LEAST_GAPS gaps."""
+"""Least number of gaps between tokens in an interval, which also lasts at least INTERVAL_SECONDS. A worker's limit
+changes at the end of an interval."""
 MARGIN = 0.9
-"""A gap above this part of its objective is long, so that the limit is found before the objective is missed."""
+"""A gap counts as long if it is longer than this share of its objective, so that the limit falls before the objective
+is missed."""
 DECREASE = 0.9
 CREDIT_INTERVALS = 10
-"""Intervals for which allowance that was not used is kept. A single late step makes many gaps long at once."""
+"""Number of intervals whose allowance of long gaps can be saved up, because a single late step makes many gaps long at
+once."""
 
 FED_SECONDS = 0.25
-"""Time for which the prompts in a worker's own queue keep it busy."""
+"""Seconds of work in a worker's own queue with which it has enough prompts."""
 FED_TOKENS = 1024
-"""Tokens of prompts that keep a worker busy if it has not measured its rate yet."""
+"""Prompt tokens in a worker's own queue with which it has enough prompts, if it has not measured its rate yet."""
 
 
 @dataclass(slots=True)
 class _Worker:
     limit: int | None = None
-    """None while no objective has been missed."""
+    """Largest number of requests that the worker may have; None while no objective has been missed."""
     began: float = 0.0
     gaps: int = 0
     allowance: float = 0.0
-    """Number of gaps of the interval that may be long."""
+    """Number of gaps of this interval that may be long by the objectives."""
     credit: float = 0.0
-    """Number of gaps that might have been long in earlier intervals and were not."""
+    """Unused allowance of earlier intervals: gaps that could have been long and were not."""
     long: int = 0
     peak: int = 0
     """Largest number of requests that the worker had in the interval."""
 
 
 class DecodeLimits:
-    """The most requests of each decode worker for which the time between tokens stays within objectives.
+    """Limits of the number of requests on each decode worker, by its id, so that times between tokens meet objectives.
 
-    A decode step takes longer the more requests it serves, and how much longer depends on the model, the contexts and
-    what else the machine does. So the limit is found by measuring, as TCP finds its window: it falls by a tenth when
-    too many gaps between tokens have been long lately, and grows by one after an interval in which it was used and they
-    were not. All workers are known by their ids.
+    A decode step takes longer the more requests it serves. How much longer depends on the model, the contexts and the
+    other load of the machine. So the limit is found by measuring, as TCP finds its window. It falls by a tenth if too
+    many gaps between tokens have been long lately. It grows by one after an interval in which the worker had as many
+    requests as the limit allows and few gaps were long.
     """
 
     def __init__(self) -> None:
         self._workers: dict[str, _Worker] = {}
 
     def limited(self) -> list[str]:
-        """Return the workers that have a limit."""
+        """Return the ids of workers that have a limit."""
         return [worker_id for worker_id, worker in self._workers.items() if worker.limit is not None]
 
     def has_room(self, worker_id: str, running: int) -> bool:
-        """Return whether a worker that has `running` requests may get another one."""
+        """Return whether a worker that now has `running` requests may get another request."""
         worker = self._workers.get(worker_id)
         if worker is None or worker.limit is None:
             return True
@@ -81,13 +84,14 @@ class DecodeLimits:
         now: float,
         times: int = 1,
     ) -> None:
-        """Count times between two messages with tokens of a request.
+        """Count a gap: the time between two successive messages with tokens of one request.
 
         Args:
-            running: requests that the worker has now.
-            gap: seconds.
-            objective: seconds that a share `percentile` of the request's gaps may take at most.
-            times: number of gaps that took so long.
+            running: number of requests that the worker has now.
+            gap: the gap, in seconds.
+            objective: longest gap that the request's class wants for a share `percentile` of gaps, in seconds.
+            percentile: share of gaps that should meet the objective, from 0 to 1.
+            times: number of gaps of this length to count.
         """
         worker = self._workers.get(worker_id)
         if worker is None:
@@ -100,12 +104,12 @@ class DecodeLimits:
             self._workers[worker_id] = _after_interval(worker, now)
 
     def keep(self, worker_ids: Set[str]) -> None:
-        """Forget all other workers."""
+        """Forget all workers except these."""
         self._workers = {worker_id: worker for worker_id, worker in self._workers.items() if worker_id in worker_ids}
 
 
 def _after_interval(worker: _Worker, now: float) -> _Worker:
-    """Return the beginning of the next interval, with its limit."""
+    """Return the state of a worker at the beginning of its next interval, with the new limit."""
     limit, credit = worker.limit, worker.credit + worker.allowance - worker.long
     if credit < 0:
         credit, limit = 0.0, max(1, int(DECREASE * min(worker.peak, limit or worker.peak)))
@@ -115,18 +119,21 @@ def _after_interval(worker: _Worker, now: float) -> _Worker:
 
 
 def is_fed(worker: Candidate, prompt_tokens: float = math.inf) -> bool:
-    """Return whether a worker has enough prompts in its own queue that go before a prompt of so many tokens.
+    """Return whether a worker's own queue has enough prompts that the worker computes before a prompt of this length.
 
-    Requests wait in the gateway's queue, which is fair, and not in the workers', where the shortest prompts go first.
-    So a worker gets just enough prompts that it never waits for the next one. Only prompts that go before a new one
-    count. So a short prompt does not wait here until a worker has computed a long one, before which it would be
-    computed there.
+    Requests should wait in the gateway's queue, which is fair. A worker computes the shortest prompts of its own queue
+    first. So a worker gets just enough prompts that it never runs out of work. Longer prompts in its queue do not
+    count: the worker would compute the new prompt before them, so it should not wait for them in the gateway.
+
+    Args:
+        prompt_tokens: length of the new prompt, in tokens.
     """
     return worker.queued_before(prompt_tokens) >= (FED_SECONDS * worker.tokens_per_second or FED_TOKENS)
 
 
 def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
-    """Return whether all workers that could compute a prompt have enough prompts. False if there is no such worker."""
+    """Return whether all workers that could compute a prompt have enough prompts in their own queues. False if there is
+    no such worker."""
     if isinstance(snapshot, Snapshot):
         hungriest = snapshot.hungriest(need, FED_SECONDS, FED_TOKENS)
         return hungriest is not None and is_fed(hungriest)
@@ -136,13 +143,13 @@ def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
 
 
 class AdmissionControl:
-    """Keeps the load of workers such that objectives can be met.
+    """Limits the load of workers, so that the objectives of request classes can be met.
 
     Args:
-        shedder: gets the times to first token.
-        find: returns a worker by its id; None if it is gone.
-        queue_seconds: the longest time in the queue.
-        classes: the objectives and weights, by class.
+        shedder: the load shedder, to which measured times to first token are passed.
+        find: function that returns a worker by its id; None if the worker is gone.
+        queue_seconds: longest wait in the queue, in seconds.
+        classes: objectives and weights of each request class.
     """
 
     def __init__(
@@ -160,10 +167,10 @@ class AdmissionControl:
         self._limits = DecodeLimits()
         self._answers = UsualAnswers()
         self._prefill_rate = PREFILL_TOKENS_PER_SECOND
-        """Tokens per second that a worker computes of prompts, as they were reported last."""
+        """Prefill rate that was reported last by a worker, in tokens per second."""
 
     def class_of(self, name: str) -> RequestClass:
-        """Return a class. A class that does not exist any more has no objectives."""
+        """Return a request class by its name. A class that has been removed has no objectives."""
         return self._classes.get(name, RequestClass())
 
     def demand(
@@ -179,13 +186,13 @@ class AdmissionControl:
         ttft_seconds: float | None = None,
         waited: float = 0.0,
     ) -> Demand:
-        """Return what a request that has to wait needs, and until when.
+        """Return the demand of a request that has to wait: its work and its deadlines.
 
         Args:
-            uncached: tokens of its context that are cached nowhere.
-            max_tokens: the most tokens that are left of its answer.
-            ttft_seconds: an objective of its own.
-            waited: seconds for which it has waited already, because no worker was ready.
+            uncached: number of tokens of the request's context that no host has cached.
+            max_tokens: largest number of tokens that the answer may still get.
+            ttft_seconds: the request's own objective for its time to first token, in seconds; None if it has none.
+            waited: seconds that the request has already waited for a ready worker.
         """
         return Demand(
             work=uncached + self._answers.tokens(owner, max_tokens),
@@ -199,18 +206,19 @@ class AdmissionControl:
         )
 
     def first_token_by(self, request_class: str, arrived: float, ttft_seconds: float | None) -> float | None:
-        """Return when the first token of a request is wanted, on the clock of `arrived`; None without an objective.
+        """Return the instant until which a request's first token is wanted; None without an objective.
 
         Args:
-            ttft_seconds: an objective of its own.
+            arrived: instant at which the request arrived; the result is on the same clock.
+            ttft_seconds: the request's own objective for its time to first token, in seconds; None if it has none.
         """
         limits = (self.class_of(request_class).ttft_seconds, ttft_seconds)
         return min((arrived + each for each in limits if each is not None), default=None)
 
     def full_workers(self) -> frozenset[str]:
-        """Return the ids of decode workers that must not get more requests, so that objectives of running ones hold.
+        """Return ids of decode workers that must not get more requests, so that running requests meet their objectives.
 
-        A request that lost its worker may go to them all the same, because its client is being served already.
+        A request that lost its worker may go to these workers nevertheless, because its client is already being served.
         """
         limited = [(worker_id, self._find(worker_id)) for worker_id in self._limits.limited()]
         return frozenset(
@@ -220,11 +228,11 @@ class AdmissionControl:
         )
 
     def is_premature(self, need: Need, placement: Placement, snapshot: Iterable[Candidate], waited: float) -> bool:
-        """Return whether a prompt has to wait in the queue, because the worker of its placement and all others have
-        enough.
+        """Return whether a prompt should wait in the gateway's queue, because all workers have enough prompts in their
+        own queues.
 
         Args:
-            waited: seconds since the request began to wait.
+            waited: seconds since the request began to wait in the queue.
         """
         if waited > self._hold_seconds:
             return False
@@ -241,29 +249,33 @@ class AdmissionControl:
         """Count a request that got its first token.
 
         Args:
-            seconds: from its admission to its first token.
-            uncached: tokens of its context that were not cached.
+            seconds: time from the request's admission to its first token, in seconds.
+            uncached: number of tokens of the request's context that were not cached.
         """
         self._shedder.first_tokens.note(seconds, uncached / self._prefill_rate, now)
 
     def note_gap(
         self, worker_id: str, running: int, gap: float, request_class: str, now: float, times: int = 1
     ) -> None:
-        """Count the time between two messages with tokens of a request, if its class has an objective for it.
+        """Count the time between two successive messages with tokens of a request, if its class limits this time.
 
         Args:
-            running: requests that the decode worker has now.
-            gap: seconds.
-            times: number of such gaps.
+            running: number of requests that the decode worker has now.
+            gap: the time between the messages, in seconds.
+            times: number of gaps of this length to count.
         """
         wanted = self.class_of(request_class)
         if wanted.itl_seconds is not None:
             self._limits.note(worker_id, running, gap, wanted.itl_seconds, wanted.percentile, now, times)
 
     def note_answer(self, owner: str, tokens: int) -> None:
-        """Count an answer that has ended."""
+        """Count an answer that has ended, to predict the lengths of later answers of the same owner.
+
+        Args:
+            tokens: length of the answer.
+        """
         self._answers.note(owner, tokens)
 
     def keep(self, worker_ids: Set[str]) -> None:
-        """Forget what was measured of all other workers."""
+        """Forget the measurements of all workers except these."""
         self._limits.keep(worker_ids)

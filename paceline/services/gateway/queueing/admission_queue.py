@@ -17,20 +17,22 @@ from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueStat
 from paceline.services.gateway.queueing.shedding import LoadShedder
 
 POLL_SECONDS = (0.025, 0.1)
-"""Seconds between two tries of the request at the head of the queue. A call of this gateway that ends wakes it at once;
-it has to poll because calls of other gateways may end, too."""
+"""Shortest and longest interval between two tries of the request at the head of the queue, in seconds. The end of a
+call of this gateway wakes the request at once. It also polls, because calls of other gateways may end, too."""
 
 ASIDE_SECONDS = 0.2
 """Seconds after which the next request in the queue may try although an earlier one still waits for its answer. Most
 answers come within milliseconds; they take longer if a prefix is fetched to the worker's host first."""
 
 IDLE_SECONDS = (0.2, 0.6)
-"""Seconds between two tries of a patient sequence of the background, or of a request that stands aside."""
+"""Shortest and longest interval between two tries of a patient background sequence, or of a request that stands aside,
+in seconds."""
 
 T = TypeVar("T")
 
 Attempt = Callable[[], Awaitable[T | Held | None]]
-"""A try to admit a request."""
+"""A function that tries to admit a request. It returns None if no worker has room, and HELD if the request should wait
+although a worker has room."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -41,23 +43,24 @@ class _Turn(Turn):
 
 
 class AdmissionQueue:
-    """A queue in which requests are served by priority, and keys of equal priority share by their weights.
+    """A queue in which requests are served by priority. API keys of equal priority share the workers by their weights.
 
-    `QueueState` says who is next and who is refused. Requests wait here.
+    `QueueState` decides which request is next and which one is refused. This class does the waiting.
 
     A patient entry is a sequence whose client is already being served: a further choice of its request. A request may
-    have many choices, so only one patient entry stands in the queue at a time. When it leaves, the next one joins at
-    the end. Together they delay the others as much as one more client would. Their priority does not count: all
-    patient entries wait for the one in the queue, so a less urgent one there would hold back the others.
+    have many choices, so only one patient entry stands in the queue at a time. When it leaves, the next patient entry
+    joins at the end of the queue. So all patient entries together delay other requests as much as one more client
+    would. Their priorities do not count: all patient entries wait for the one in the queue, so a less urgent one there
+    would hold back the others.
 
-    While the queue is empty, new requests try at once, several at a time. So a slow answer delays only the request that
-    waits for it. In the queue, requests try one after another; after `ASIDE_SECONDS` without an answer the next one
-    tries, too. A request that gets no room keeps its place before later arrivals, however long the answer took. If it
-    is held back although there is room, shorter prompts may try before it.
+    While the queue is empty, new requests try at once, several at a time. So a worker's slow answer delays only the
+    request that waits for it. In the queue, requests try one after another; if a worker has not answered a try after
+    `ASIDE_SECONDS`, the next request tries, too. A request that gets no room keeps its place before later arrivals,
+    however long the answer took. If it is held back although there is room, shorter prompts may try before it.
 
     Args:
-        max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
-        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
+        max_waiting: largest number of waiting requests. Requests that lost their worker and patient ones do not count.
+        queue_seconds: longest wait in the queue, in seconds. Patient entries, and requests that lost their worker, have
             no limit here.
         count_refusal: called with the class of a request that is refused, and the reason.
     """
@@ -73,7 +76,7 @@ class AdmissionQueue:
         self._state: QueueState[_Turn] = QueueState(max_waiting, queue_seconds, lambda turn: turn.may_ask.set())
         self._turn_of_patient = asyncio.Lock()
         self._poll: asyncio.TimerHandle | None = None
-        """Wakes the head of the queue if everything that waits is held back."""
+        """Timer that wakes the head of the queue if all waiting requests are held back; None if no timer runs."""
         self._waiting = 0
 
     @property
@@ -81,16 +84,16 @@ class AdmissionQueue:
         return self._state.shedder
 
     def __len__(self) -> int:
-        """Return the number of waiting requests, with the patient ones that have not joined the queue yet."""
+        """Return the number of waiting requests, including patient entries that have not joined the queue yet."""
         return self._waiting
 
     @property
     def deferred(self) -> int:
-        """Number of patient entries that have not joined the queue, because an earlier one stands in it."""
+        """Number of patient entries that have not joined the queue, because an earlier patient entry stands in it."""
         return self._waiting - len(self._state)
 
     def call_on_wait(self, listener: Callable[[], object]) -> None:
-        """Call a function each time that a request begins to wait."""
+        """Register a function that is called each time a request begins to wait."""
         self._listeners.append(listener)
 
     def count(self, fits: Callable[[QueueClaim], bool]) -> int:
@@ -98,15 +101,11 @@ class AdmissionQueue:
         return sum(fits(turn.claim) for turn in self._state)
 
     async def admit(self, attempt: Attempt[T], claim: QueueClaim = ORDINARY) -> T:
-        """Call `attempt` each time it is this request's turn, until there is room, and return its result.
-
-        Args:
-            attempt: a function that tries to admit the request; it returns None if there is no room now, and HELD if
-                the request is held back.
+        """Call `attempt` each time it is this request's turn, until the request is admitted, and return the result.
 
         Raises:
-            RefusedError: the request would wait too long, or has waited too long, or more urgent ones took its place;
-                or no room is idle for the background.
+            RefusedError: the request would wait too long, has waited too long, or lost its place to more urgent ones;
+                or it is a background request and no worker has idle room.
         """
         if claim.background:
             return await self._use_idle_room(attempt, claim)
@@ -168,7 +167,7 @@ class AdmissionQueue:
         return refusal
 
     async def _stand(self, turn: _Turn, attempt: Attempt[T]) -> T:
-        """Join the queue, try in turn until there is room, and leave the queue. Raises RefusedError."""
+        """Join the queue, try in turn until the request is admitted, and leave the queue. Raises RefusedError."""
         most = self._state.join(turn, time.monotonic())
         is_served = False
         try:
@@ -192,7 +191,7 @@ class AdmissionQueue:
             self.wake()
 
     async def _try(self, turn: _Turn, attempt: Attempt[T]) -> T | None:
-        """Call `attempt`. Return None if there is no room, or if the request is held back, so that shorter ones try."""
+        """Call `attempt` and return its result. If the request is held back, let shorter ones try, and return None."""
         result = await attempt()
         if result is not HELD:
             return result
@@ -200,7 +199,7 @@ class AdmissionQueue:
         return None
 
     def _hold(self, turn: _Turn) -> None:
-        """Note that a request is held back, and let the first one that is shorter try, or all of them soon."""
+        """Note that a request is held back. Let the first shorter request try; if there is none, let all try soon."""
         if (shorter := self._state.hold(turn)) is not None:
             shorter.may_ask.set()
         elif self._poll is None:

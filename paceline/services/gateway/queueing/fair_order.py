@@ -1,9 +1,9 @@
 """The order of waiting requests: by priority, and fair among the keys of one priority. Pure logic.
 
 Among requests of equal priority this is start-time fair queueing (Goyal, Vin and Cheng, 1996). Each key has a virtual
-time, which grows by work / weight whenever one of its requests is served. The key with the least virtual time is next.
-A key that begins to wait starts at the virtual time of the queue, so it is neither punished for work that it got while
-nobody waited, nor paid for the time in which it wanted nothing.
+time, which grows by work / weight whenever one of its requests is served. The key with the least virtual time is served
+next. A key that begins to wait starts at the virtual time of the queue. So it pays nothing for work that was served
+while the queue was empty, and gains nothing from a time in which it sent no requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TICKETS = itertools.count()
 
 
 def next_ticket() -> int:
-    """Return a number that is larger than all before."""
+    """Return a ticket for an arriving request: a number that is larger than all tickets before."""
     return next(_TICKETS)
 
 
@@ -26,25 +26,25 @@ class WaitingEntry:
     """A request in the queue."""
 
     owner: str = ""
-    """Owner of the request, such as a key. Requests of one owner and priority keep their order."""
+    """Owner of the request: the digest of its API key. Requests of the same owner and priority keep their order."""
     weight: float = 1.0
-    """Share of the work that the owner gets, relative to others that wait."""
+    """Weight of the owner: its share of the served work is in proportion to this, among owners that wait."""
     priority: int = 0
     """Lower is more urgent."""
     work: float = 1.0
-    """Tokens of work: those of the prompt that are not cached, and those of the answer."""
+    """Work of the request in tokens: the uncached tokens of its prompt plus the expected length of its answer."""
     ticket: int = field(default_factory=next_ticket)
-    """Order of arrival."""
+    """Number that orders requests by their arrival; the smaller one came earlier."""
 
 
 E = TypeVar("E", bound=WaitingEntry)
 
 Lane = tuple[int, str]
-"""A priority and an owner."""
+"""A priority and an owner, whose requests are served in the order of their arrival."""
 
 
 class Expected(NamedTuple):
-    """Work of one lane that is not in the queue and will probably join it."""
+    """Work of one lane that is expected to join the queue, because its requests were told to come back."""
 
     work: float
     weight: float
@@ -58,9 +58,9 @@ class _Flow(Generic[E]):
 
     def __init__(self, start: float) -> None:
         self.start = start
-        """The owner's virtual time."""
+        """The owner's virtual time, at which its first request will be served."""
         self.entries: dict[E, None] = {}
-        """In the order of arrival."""
+        """The owner's waiting requests, in the order of arrival."""
         self.work = 0.0
         self.weight = 1.0
 
@@ -78,7 +78,7 @@ class _Level(Generic[E]):
         """Virtual time of the request that was served last."""
         self.flows: dict[str, _Flow[E]] = {}
         self.finished: dict[str, float] = {}
-        """Virtual times of owners that wait for nothing now and are ahead of `virtual`."""
+        """Virtual times of owners that have no waiting requests now and whose time is later than `virtual`."""
 
     def start_of(self, owner: str) -> float:
         flow = self.flows.get(owner)
@@ -99,13 +99,13 @@ class FairOrder(Generic[E]):
         return sum(len(flow.entries) for level in self._levels.values() for flow in level.flows.values())
 
     def __iter__(self) -> Iterator[E]:
-        """Return the waiting requests, in no particular order."""
+        """Iterate over the waiting requests, in no particular order."""
         for level in self._levels.values():
             for flow in level.flows.values():
                 yield from flow.entries
 
     def add(self, entry: E) -> None:
-        """Let a request wait behind those of its owner and priority that arrived earlier."""
+        """Add a request. It waits behind earlier requests of the same owner and priority."""
         level = self._levels.setdefault(entry.priority, _Level())
         flow = level.flows.get(entry.owner)
         if flow is None:
@@ -119,7 +119,7 @@ class FairOrder(Generic[E]):
         flow.weight = entry.weight
 
     def serve(self, entry: E) -> None:
-        """Take a request out because it is served, and charge its owner with its work."""
+        """Take a request out because it is served, and charge its work to its owner."""
         level = self._levels[entry.priority]
         flow = level.flows[entry.owner]
         level.virtual = max(level.virtual, flow.start)
@@ -128,7 +128,7 @@ class FairOrder(Generic[E]):
         self.remove(entry)
 
     def remove(self, entry: E) -> None:
-        """Take a request out. Nobody is charged."""
+        """Take a request out that is not served. Its owner is not charged."""
         level = self._levels[entry.priority]
         flow = level.flows[entry.owner]
         del flow.entries[entry]
@@ -140,7 +140,7 @@ class FairOrder(Generic[E]):
                 del self._levels[entry.priority]
 
     def first(self, may: Callable[[E], bool] = lambda _: True) -> E | None:
-        """Return the request that is served next among those for which `may` is true; None if there is none."""
+        """Return the request to serve next among those for which `may` is true; None if there is no such request."""
         for priority in sorted(self._levels):
             found = [head for flow in self._levels[priority].flows.values() if (head := _head(flow, may)) is not None]
             if found:
@@ -148,8 +148,11 @@ class FairOrder(Generic[E]):
         return None
 
     def last(self, may: Callable[[E], bool] = lambda _: True) -> E | None:
-        """Return the request to refuse if there are too many: the last one of the owner with most work for its weight
-        in the least urgent priority. Only requests for which `may` is true are refused; None if there is none."""
+        """Return the request to refuse if there are too many requests; None if `may` is false for all of them.
+
+        The request has the least urgent priority, and is the last request of the owner whose waiting work is largest
+        in relation to its weight. Requests for which `may` is false are passed over.
+        """
         for priority in sorted(self._levels, reverse=True):
             flows = sorted(self._levels[priority].flows.values(), key=_Flow.last_start, reverse=True)
             for flow in flows:
@@ -159,12 +162,12 @@ class FairOrder(Generic[E]):
         return None
 
     def ahead(self, entry: E, expected: Mapping[Lane, Expected] = NOTHING_EXPECTED) -> float:
-        """Return the work that is served before a request, if nobody else arrives. It may wait already or not.
+        """Return the work in tokens that is served before a request if no other request arrives.
 
-        The result is exact up to one request of each owner.
+        The request may be in the queue or not. The result is exact up to one request of each owner.
 
         Args:
-            expected: work that will be in the queue, too, behind that of the same lane which waits now.
+            expected: work that will join the queue, by lane, behind the requests of the lane that wait now.
         """
         ahead = sum(work for (priority, _), (work, _) in expected.items() if priority < entry.priority)
         for priority, level in self._levels.items():
@@ -192,7 +195,7 @@ class FairOrder(Generic[E]):
 
 
 def _head(flow: _Flow[E], may: Callable[[E], bool]) -> tuple[float, E] | None:
-    """Return the first request of a flow for which `may` is true, and the virtual time at which it is served."""
+    """Return the first request of a flow for which `may` is true, after the virtual time at which it is served."""
     at = flow.start
     for entry in flow.entries:
         if may(entry):

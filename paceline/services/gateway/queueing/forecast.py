@@ -1,7 +1,7 @@
 """The forecast of a request's wait for its first token. Pure logic: all instants are of one clock, in seconds.
 
-The forecast is made of measurements only: the rate at which waiting work is admitted, and the time from an admission to
-the first token. So it holds whatever limits the fleet: prefill, places for decoding, or KV memory.
+The forecast uses measurements only: the rate at which waiting work is admitted, and the time from an admission to the
+first token. So it is valid whether prefill, decoding or KV memory is the bottleneck of the fleet.
 """
 
 from __future__ import annotations
@@ -10,46 +10,47 @@ import math
 from collections import deque
 
 HALF_LIFE = 10.0
-"""Half-life of the measured rate, in seconds in which somebody waited."""
+"""Half-life of the measured rate, in seconds. Only time during which requests wait counts."""
 LEAST_SECONDS = 1.0
 LEAST_ADMISSIONS = 4
-"""The rate is not known before somebody has waited for LEAST_SECONDS and LEAST_ADMISSIONS requests were admitted."""
+"""Number of admissions before which the rate counts as unknown. Requests must also have waited for LEAST_SECONDS."""
 KEPT_SAMPLES = 256
 KEPT_SECONDS = 60.0
-"""The newest KEPT_SAMPLES times to first token of the last KEPT_SECONDS count."""
+"""Age in seconds after which a measured time to first token is dropped. At most KEPT_SAMPLES of them are kept."""
 ALIKE = 2.0
 """Prompts have about the same length if one is at most this many times as long as the other."""
 LEAST_ALIKE = 8
-"""With fewer samples of about the same length, all samples count."""
+"""Least number of samples from prompts of about the same length. If there are fewer, all samples count."""
 USUAL_OF = 16
-"""Number of the latest answers of a key whose mean length is the usual one."""
+"""Number of a key's latest answers over which the mean length is taken."""
 UNKNOWN_ANSWER = 256
-"""Tokens of an answer to assume, before any answer of a key has ended."""
+"""Assumed length of an answer in tokens, before any answer of a key has ended."""
 
 
 class AdmissionRate:
-    """The rate at which waiting work is admitted. Only time counts in which somebody waits."""
+    """The rate at which waiting work is admitted, in tokens per second. Only time during which requests wait counts."""
 
     def __init__(self) -> None:
         self._work = self._seconds = 0.0
         self._waited, self._admissions = 0.0, 0
-        """Totals, for LEAST_SECONDS and LEAST_ADMISSIONS."""
+        """Total seconds in which requests waited, and total admissions, to compare with LEAST_SECONDS and
+        LEAST_ADMISSIONS."""
         self._since: float | None = None
-        """Up to when the time is counted; None while nobody waits."""
+        """Instant up to which the waiting time is counted; None while no request waits."""
 
     def set_waiting(self, is_waiting: bool, now: float) -> None:
-        """Say whether somebody waits from now on."""
+        """Note that from `now` on requests wait, or that no request waits any more."""
         self._advance(now)
         self._since = now if is_waiting else None
 
     def admit(self, work: float, now: float) -> None:
-        """Count work of a request that waited and is admitted."""
+        """Count the work of a request that has waited and is admitted now, in tokens."""
         self._advance(now)
         self._work += work
         self._admissions += 1
 
     def per_second(self, now: float) -> float | None:
-        """Return the admitted work per second; None if it is not known yet."""
+        """Return the admitted work in tokens per second; None if too little has been measured."""
         self._advance(now)
         if self._waited < LEAST_SECONDS or self._admissions < LEAST_ADMISSIONS:
             return None
@@ -68,26 +69,33 @@ class AdmissionRate:
 
 
 class FirstTokens:
-    """Times from an admission to the first token, without the time to compute the prompt at the fleet's rate.
+    """Measured times from an admission to the first token, minus the time in which an idle worker computes the prompt.
 
-    Workers let short prompts go first. So a prompt is compared with others of about its length, if there are enough.
+    Workers compute short prompts first. So the forecast for a prompt uses samples of prompts of about the same length,
+    if there are enough.
     """
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, float]] = deque(maxlen=KEPT_SAMPLES)
-        """For each request the instant, the time of the prompt alone, and the rest of the time."""
+        """For each request: the instant of its first token, the time in which an idle worker computes its prompt, and
+        the rest of its time to first token, in seconds."""
 
     def note(self, seconds: float, prompt_seconds: float, now: float) -> None:
         """Count a request that got its first token.
 
         Args:
-            seconds: from its admission to its first token.
-            prompt_seconds: time to compute its prompt if the worker had nothing else to do.
+            seconds: time from the request's admission to its first token, in seconds.
+            prompt_seconds: time in which an idle worker would compute the prompt, in seconds.
         """
         self._samples.append((now, prompt_seconds, max(0.0, seconds - prompt_seconds)))
 
     def seconds(self, prompt_seconds: float, percentile: float, now: float) -> float:
-        """Return the time to the first token that a share `percentile` of admitted requests does not exceed."""
+        """Return a forecast of the time from admission to first token, in seconds.
+
+        Args:
+            prompt_seconds: time in which an idle worker would compute the prompt, in seconds.
+            percentile: share of requests whose time does not exceed the forecast, from 0 to 1.
+        """
         while self._samples and self._samples[0][0] < now - KEPT_SECONDS:
             self._samples.popleft()
         samples = [
@@ -101,16 +109,16 @@ class FirstTokens:
 
 
 class UsualAnswers:
-    """Mean lengths of the latest answers, by owner."""
+    """Mean lengths of the latest answers of each owner, in tokens."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
 
     def note(self, owner: str, tokens: int) -> None:
-        """Count an answer that has ended."""
+        """Count an answer that has ended with this number of tokens."""
         usual = self._tokens.get(owner)
         self._tokens[owner] = tokens if usual is None else usual + (tokens - usual) / USUAL_OF
 
     def tokens(self, owner: str, max_tokens: int) -> float:
-        """Return the expected length of an answer that may have `max_tokens`."""
+        """Return the expected length of an owner's next answer, in tokens, at most `max_tokens`."""
         return min(max_tokens, self._tokens.get(owner, UNKNOWN_ANSWER))

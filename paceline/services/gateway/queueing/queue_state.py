@@ -1,7 +1,7 @@
-"""The state and the decisions of the admission queue, without its waiting.
+"""The state and the decisions of the admission queue. Waiting is the caller's part.
 
-The gateway waits with asyncio (`admission_queue.py`), and the simulator with events. All instants are arguments, of one
-clock, in seconds.
+The gateway waits with asyncio (`admission_queue.py`), and the simulator with simulated events. All instants are
+arguments, of one clock, in seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.services.gateway.queueing.shedding import LoadShedder, WaitLimit
 
 
 class Held(enum.Enum):
-    """The answer to a try of a request for which there is room: it is held back for now, see `is_fed`."""
+    """The result of a try if a worker has room, but the request is held back, because workers have enough prompts."""
 
     HELD = "held"
 
@@ -36,13 +36,14 @@ class Turn(WaitingEntry):
     claim: QueueClaim
     demand: Demand = field(default_factory=Demand)
     late_after: float = float("inf")
-    """Instant after which the request misses its objective or its deadline."""
+    """Instant after which an admission is too late for the request's objective or deadline; infinite without both."""
     asks: bool = False
-    """Whether the request tries to be admitted just now."""
+    """Whether the request is trying to be admitted at this moment."""
     aside: bool = False
-    """Whether later requests do not wait for it: its answer takes long, or only workers that are gone could take it."""
+    """Whether later requests may try before this one, because a worker takes long to answer its try, or because only
+    workers that are gone could take it."""
     refusal: NoRoomError | None = None
-    """Set if it is refused while it waits."""
+    """The error for the request if it has been refused while it waits; None otherwise."""
 
     @property
     def may_be_refused(self) -> bool:
@@ -53,15 +54,15 @@ T = TypeVar("T", bound=Turn)
 
 
 class QueueState(Generic[T]):
-    """The requests in the queue. `FairOrder` says who is next, and `LoadShedder` who would wait too long.
+    """The requests in the queue. `FairOrder` decides which one is next, and `LoadShedder` which ones wait too long.
 
     Requests that lost their worker come before all others, in the order of their arrival.
 
     Args:
-        max_waiting: the most waiting requests, not counting those that lost their worker and patient ones.
-        queue_seconds: the longest time in the queue. Patient entries, and requests that lost their worker, have
+        max_waiting: largest number of waiting requests. Requests that lost their worker and patient ones do not count.
+        queue_seconds: longest wait in the queue, in seconds. Patient entries, and requests that lost their worker, have
             no limit here.
-        on_refused: called with an entry of the queue whose `refusal` was set. It still has to leave.
+        on_refused: called with an entry after its `refusal` was set. The entry stays in the queue until `leave`.
     """
 
     def __init__(self, max_waiting: int, queue_seconds: float, on_refused: Callable[[T], object]) -> None:
@@ -79,13 +80,14 @@ class QueueState(Generic[T]):
         return len(self._again) + len(self._order)
 
     def __iter__(self) -> Iterator[T]:
-        """Return all entries, those that lost their worker first."""
+        """Iterate over all entries. Requests that lost their worker come first."""
         return itertools.chain(self._again, self._order)
 
     def next(self) -> T | None:
-        """Return the entry that may try next: the first one that is not set aside; None if there is none.
+        """Return the entry that may try next: the first entry that does not stand aside; None if there is none.
 
-        Entries that were held back let shorter prompts pass. If there are none, the first of them tries again.
+        Entries that were held back let shorter prompts pass. If no shorter prompt waits, the first entry that was held
+        back tries again.
         """
         again = next((turn for turn in self._again if not turn.aside), None)
         return again or self._passing() or self._order.first(lambda turn: not turn.aside)
@@ -97,19 +99,19 @@ class QueueState(Generic[T]):
         return turn.demand.prompt_tokens < self._held_from
 
     def passes_all(self, turn: T) -> bool:
-        """Return whether a request that is not in the queue may try at once, because all in it were held back."""
+        """Return whether a new request may try at once: all requests in the queue were held back, and it is shorter."""
         return self._may_pass(turn) and not self._again and self._passing() is None
 
     def hold(self, turn: T) -> T | None:
-        """Note that a request which has just tried is held back, so that longer ones would be, too.
+        """Note that a request which has just tried is held back. Longer prompts would be held back, too.
 
-        Returns the first entry of the queue that may try all the same; None if there is none.
+        Returns the first entry of the queue that is shorter and may still try; None if there is none.
         """
         self._held_from = min(self._held_from, turn.demand.prompt_tokens)
         return self._passing()
 
     def begin_try(self, turn: T) -> None:
-        """Note that an entry tries now. If it was held back before, all others may try again, too."""
+        """Note that an entry tries now. If it was held back before, all other entries may try again, too."""
         if not self._may_pass(turn):
             self.release()
 
@@ -118,8 +120,8 @@ class QueueState(Generic[T]):
         self._held_from = math.inf
 
     def let_in(self, turn: T, now: float) -> None:
-        """Raise RefusedError if an ordinary request that has to wait would wait too long, or if the queue is full of
-        others that come before it. If it comes before others in a full queue, the last one of them is refused."""
+        """Raise RefusedError if an ordinary request would wait too long, or if the queue is full of requests that come
+        before it. If the queue is full and the request comes before others, refuse the last of the others instead."""
         self.shedder.check(self._order, turn, turn.demand, now)
         if self._ordinary >= self._max_waiting:
             self._order.add(turn)
@@ -130,7 +132,7 @@ class QueueState(Generic[T]):
             self._refuse(last, "priority" if last.priority > turn.priority else "queue_full", now)
 
     def join(self, turn: T, now: float) -> WaitLimit | None:
-        """Put a request into the queue, and return how long it may wait there; None if it has no limit."""
+        """Put a request into the queue, and return the longest time that it may wait there; None for no limit."""
         self.shedder.rate.set_waiting(True, now)
         if turn.claim.first:
             bisect.insort(self._again, turn, key=lambda other: other.ticket)
@@ -146,7 +148,7 @@ class QueueState(Generic[T]):
         return most
 
     def leave(self, turn: T, now: float, *, is_served: bool) -> None:
-        """Take a request out of the queue."""
+        """Take a request out of the queue, because it is served, is refused or gives up."""
         if is_served:
             self.shedder.rate.admit(turn.work, now)
         if turn.claim.first:
@@ -163,7 +165,7 @@ class QueueState(Generic[T]):
         return self.shedder.refusal(self._order, turn, turn.demand, WaitLimit(0.0, reason), now)
 
     def _refuse_late(self, newcomer: T, now: float) -> None:
-        """Refuse less urgent requests that will be too late because of a new one."""
+        """Refuse less urgent requests that will be too late because of a new request."""
         while True:
             last = self._order.last(lambda other: other.may_be_refused and other.priority > newcomer.priority)
             if last is None or not self.shedder.is_late(self._order, last, last.late_after, now):

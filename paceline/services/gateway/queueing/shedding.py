@@ -1,4 +1,4 @@
-"""Decides which requests to refuse because they would wait too long, and when they should come back.
+"""Load shedding: decides which requests to refuse because they would wait too long, and when they should come back.
 
 Pure logic: all instants are of one clock, in seconds.
 """
@@ -19,25 +19,27 @@ from paceline.services.gateway.queueing.fair_order import E, Expected, FairOrder
 from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
 
 EARLY_SECONDS = 0.5
-"""A request that comes back at most this much too early is in time."""
+"""A request that comes back at most this many seconds before its promised time counts as in time."""
 LATE = 0.25
 LATE_SECONDS = 3.0
-"""A promise ends if nobody has come LATE of the told time, or LATE_SECONDS, after its instant."""
+"""A promise ends if the request has not come back LATE_SECONDS after the promised instant. If the share LATE of the
+told delay is longer than that, it ends later."""
 MOST_PROMISES = 10_000
 SHARE_OF = 32
-"""Number of the latest promises of which the share that was kept is known."""
+"""Number of recent promises over which the share of kept promises is averaged."""
 
 SPARE = 0.25
-"""If those who wait now keep a request waiting for at most this part of its longest time, it is let in."""
+"""A request may join the queue if the requests that wait now delay it by at most this share of its longest wait, even
+if promised requests would delay it too long: they may not come back."""
 PACE = 0.75
-"""Share of the measured rate that is promised to clients that come back. Newcomers get the rest, so none is lost."""
+"""Share of the measured rate that is promised to clients that come back. New requests use the rest of the rate."""
 LONGEST_PROMISE = 300.0
-"""A client that would have to come back after more than this many seconds is promised nothing."""
+"""Longest delay of a promise, in seconds. A client that is told to come back later gets no promise."""
 
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """A request that may come back at `due`."""
+    """The promise to a refused request that it may come back at the instant `due`."""
 
     lane: Lane
     weight: float
@@ -46,18 +48,19 @@ class Promise:
     ends: float
     """Instant after which the request is not expected any more."""
     fingerprint: int
-    """A hash of the request, by which it is recognised."""
+    """A hash of the request, by which it is recognised when it comes back."""
     ticket: int
-    """Order of its first arrival, which it keeps."""
+    """Ticket of the request's first arrival. The request keeps this place when it comes back."""
     is_open: bool = field(default=True)
 
 
 class Promises:
-    """All refused requests that were told when to come back.
+    """Promises to all refused requests that were told when to come back.
 
-    A refused request keeps a place in a virtual queue until the time at which its client was told to return. Later
-    requests are told to come after it. So the times spread by themselves, and a client that returns at its time finds
-    room. Not all clients return: promised work counts by the share that returned lately.
+    A refused request keeps a place in a virtual queue until the time at which its client was told to return. Requests
+    that are refused later are told to return after that time. So returning requests are spread over time, and a client
+    that returns at its time finds room. Not all clients return, so only a share of the promised work is expected: the
+    share that has returned lately.
     """
 
     def __init__(self) -> None:
@@ -65,7 +68,7 @@ class Promises:
         self._by_end: list[tuple[float, int, Promise]] = []
         self._numbers = itertools.count()
         self._promised: dict[Lane, Expected] = {}
-        """All open promises of a lane together."""
+        """Total work of the open promises of each lane."""
         self.kept = 0.5
         """Share of promised requests that came back lately; the first value is a guess."""
 
@@ -73,7 +76,7 @@ class Promises:
         return sum(map(len, self._by_fingerprint.values()))
 
     def add(self, entry: WaitingEntry, fingerprint: int, now: float, seconds: float) -> None:
-        """Promise a request that it may come back after `seconds`."""
+        """Promise a request that it may come back after this many seconds."""
         self._expire(now)
         if len(self._by_end) >= MOST_PROMISES:
             return
@@ -86,7 +89,7 @@ class Promises:
         self._change(promise, promise.work)
 
     def early(self, fingerprint: int, now: float) -> float | None:
-        """Return how many seconds too early a request comes back, 0 if it is in time; None if nothing was promised."""
+        """Return how many seconds too early a request comes back, 0 if it is in time; None if it has no promise."""
         self._expire(now)
         promises = self._by_fingerprint.get(fingerprint)
         if not promises:
@@ -95,9 +98,9 @@ class Promises:
         return early if early > EARLY_SECONDS else 0.0
 
     def keep(self, fingerprint: int) -> int | None:
-        """End the oldest promise for a request, if there is one, because it has come back and may wait.
+        """End the oldest promise for a request, because the request has come back and may wait.
 
-        Returns the ticket of its first arrival; None if there is no promise.
+        Returns the ticket of the request's first arrival; None if there is no promise.
         """
         promises = self._by_fingerprint.get(fingerprint)
         if not promises:
@@ -107,7 +110,11 @@ class Promises:
         return ticket
 
     def expected(self, now: float, share: float | None = None) -> Mapping[Lane, Expected]:
-        """Return the work that comes back, by lane, if a share of all promised requests does; by default `kept`."""
+        """Return the work that is expected to come back, by lane.
+
+        Args:
+            share: share of the promised requests that come back; None for `kept`, the share of recent promises.
+        """
         self._expire(now)
         share = self.kept if share is None else share
         return (
@@ -138,17 +145,17 @@ class Promises:
 
 
 class WaitLimit(NamedTuple):
-    """The longest wait of a request for its admission from now on, and its reason."""
+    """Longest time that a request may wait for its admission from now on, and the reason to refuse it after that."""
 
     seconds: float
     reason: Reason
 
 
 class LoadShedder:
-    """Forecasts the waiting time of requests, and refuses those for which it is too long.
+    """Forecasts the waiting time of requests, and refuses requests that would wait too long.
 
     Args:
-        queue_seconds: the longest time in the queue, together with the time before while no worker was ready.
+        queue_seconds: longest wait of a request, for a ready worker and in the queue together, in seconds.
     """
 
     def __init__(self, queue_seconds: float) -> None:
@@ -158,7 +165,7 @@ class LoadShedder:
         self._queue_seconds = queue_seconds
 
     def wait_limit(self, demand: Demand, now: float) -> WaitLimit:
-        """Return how long a request may wait from now on, if it has just joined the queue."""
+        """Return the longest time that a request may wait from now on. It must have just joined the queue."""
         limits = [WaitLimit(self._queue_seconds - demand.waited, "timeout")]
         served = self.first_tokens.seconds(demand.prompt_seconds, demand.percentile, now)
         if demand.first_token_by is not None:
@@ -168,10 +175,11 @@ class LoadShedder:
         return min(limits)
 
     def wait(self, order: FairOrder[E], entry: E, now: float, share: float | None = None) -> float | None:
-        """Return how long a request will wait, whether it is in the queue or not; None if nothing was measured yet.
+        """Return the forecast wait of a request in seconds; None if too little has been measured.
 
         Args:
-            share: share of the promised requests that come back before it is served; None for the usual share.
+            entry: the request, which may be in the queue or not.
+            share: share of the promised requests that come back before this one is served; None for the usual share.
         """
         rate = self.rate.per_second(now)
         if rate is None:
@@ -183,8 +191,8 @@ class LoadShedder:
         """Raise RefusedError if a request that has to wait would wait too long.
 
         A request without an objective and without a deadline may wait for `queue_seconds`, whatever the forecast says.
-        One that comes back as it was told is not refused, and keeps the place of its first arrival among those of its
-        owner.
+        A request that comes back at its promised time is not refused, and gets its first arrival's place among its
+        owner's requests.
         """
         early = self._promises.early(demand.fingerprint, now)
         wait_limit = self.wait_limit(demand, now)
@@ -210,12 +218,12 @@ class LoadShedder:
         return wait > most and present > SPARE * most
 
     def is_late(self, order: FairOrder[E], entry: E, gives_up: float, now: float) -> bool:
-        """Return whether a waiting request will not be admitted before it gives up."""
+        """Return whether a waiting request is forecast to be admitted only after the instant `gives_up`."""
         wait = self.wait(order, entry, now)
         return wait is not None and now + wait > gives_up
 
     def refusal(self, order: FairOrder[E], entry: E, demand: Demand, wait_limit: WaitLimit, now: float) -> NoRoomError:
-        """Return the error for a request that is refused now, and remember when it may come back."""
+        """Return the error for a request that is refused now, and promise the request a time to come back."""
         # More than the usual share, because requests do not come back evenly.
         wait = (self.wait(order, entry, now, math.sqrt(self._promises.kept)) or 0.0) / PACE
         # It comes back when half of the time that it may wait is left, so that the queue does not run empty before.

@@ -1,4 +1,4 @@
-"""Requests that wait while no worker is ready that could begin their work."""
+"""Requests that wait until a worker is ready that can begin their work."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from paceline.services.gateway.http.errors import CountRefusal, LeavingError, No
 
 
 class WorkerWait:
-    """The place where requests wait while no worker is ready for them.
+    """Lets requests wait until a worker is ready for them.
 
-    A worker may load the model, or be about to start: a process that imports its libraries, a pod that is scheduled and
-    a worker that is started again after a crash are not known to Redis yet. So requests wait whatever the reason. They
-    are not in the queue, whose limits are times that a worker which runs already may need.
+    A worker may be loading the model, or be about to start. Redis does not know a process yet that still imports its
+    libraries, a pod that is being scheduled, or a worker that restarts after a crash. So requests wait whatever the
+    reason. They do not wait in the queue, because its forecasts assume workers that run.
 
     A request is ordinary unless its client is being served already: the request was admitted before, or another choice
-    of it was.
+    of the same request was.
 
     Args:
-        max_waiting: most ordinary requests that wait here.
-        queue_seconds: the longest wait of an ordinary request, unless a planner starts a worker for it.
+        max_waiting: largest number of ordinary requests that wait here.
+        queue_seconds: longest wait of an ordinary request, in seconds. It is longer if a planner starts a worker.
         count_refusal: called with the class of a request that is refused because too many wait, and the reason.
-        announce: called when the first request begins to wait.
+        announce: called when a request begins to wait and no other request does.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class WorkerWait:
         return self._waiting
 
     def abort(self) -> None:
-        """Let all requests here fail with LeavingError, within the time of a refresh of the fleet."""
+        """Let all requests that wait here fail with LeavingError, at the next refresh of the fleet at the latest."""
         self._aborted = True
 
     async def until_ready(
@@ -63,12 +63,12 @@ class WorkerWait:
         is_ordinary: bool = True,
         waited: float = 0.0,
     ) -> float:
-        """Wait until a worker is ready, and return how much of `queue_seconds` the request has used up by then.
+        """Wait until a worker is ready, and return the seconds of `queue_seconds` that the request has then used up.
 
         Args:
-            deadline: when the request is given up, on time.monotonic().
+            deadline: instant at which the request is given up, on time.monotonic().
             decodes: whether the work needs a decode worker.
-            is_ordinary: see the class. Another request waits until its deadline, however many wait.
+            is_ordinary: whether `max_waiting` and `queue_seconds` apply. Other requests wait until their deadlines.
             waited: seconds of `queue_seconds` that the request has used up before.
 
         Raises:
@@ -99,8 +99,8 @@ class WorkerWait:
         return waited if self._fleet.may_be_empty else waited + time.monotonic() - begun
 
     async def _refreshed(self, deadline: float, begin_by: float) -> None:
-        """Wait until the fleet was read again. Raises UnavailableError at the deadline, or at `begin_by` if no planner
-        starts a worker."""
+        """Wait until the fleet has been read again. Raises UnavailableError at the deadline, or at the instant
+        `begin_by` if no planner starts a worker."""
         by = deadline if self._fleet.may_be_empty else min(deadline, begin_by)
         try:
             async with asyncio.timeout(by - time.monotonic()):

@@ -20,11 +20,11 @@ from paceline.services.gateway.routing.worker_columns import Figures, Kind, Kind
 
 
 class CandidateTable(Snapshot):
-    """The candidates of a fleet, in columns. It is kept up to date by `put` and `remove`.
+    """The candidates of a fleet, in columns. Its owner keeps it up to date with `put` and `remove`.
 
     Args:
-        half_life: seconds in which the recently sent tokens of a candidate count half as much.
-        clock: the time in seconds, of the clock that `recent_tokens` decay by.
+        half_life: seconds after which recently sent tokens count half.
+        clock: function that returns the time in seconds, for the decay of `recent_tokens`.
     """
 
     def __init__(self, half_life: float, clock: Callable[[], float]) -> None:
@@ -39,7 +39,7 @@ class CandidateTable(Snapshot):
     # ---- keeping it up to date
 
     def put(self, candidate: Candidate) -> None:
-        """Add a worker, or replace what is known of it. Its `recent_tokens` are those of now."""
+        """Add a worker, or replace its figures. `candidate.recent_tokens` must have the value of this moment."""
         member = candidate.member
         kind = member.role, member.layout, member.numerics, member.weights
         known, index = self._places.get(member.worker_id, (None, 0))
@@ -55,7 +55,8 @@ class CandidateTable(Snapshot):
         rows.put(index, candidate, host, self._clock())
 
     def settle(self) -> None:
-        """Do now what the next search would do first after changes, because it may take longer than the search."""
+        """Rank the workers again if workers were added or removed. Otherwise the next search would be slow, as it would
+        do this first."""
         if not self._is_sorted:
             for rows in self._kinds.values():
                 rows.sort()
@@ -63,7 +64,7 @@ class CandidateTable(Snapshot):
         self.usual_rate()
 
     def remove(self, worker_id: str) -> None:
-        """Remove a worker, if it is here."""
+        """Remove a worker by its id, if the table contains it."""
         kind, index = self._places.pop(worker_id, (None, 0))
         if kind is not None:
             rows = self._kinds[kind]
@@ -86,7 +87,7 @@ class CandidateTable(Snapshot):
             yield self._kinds[kind].candidate(index, now, self._half_life)
 
     def usual_rate(self) -> float:
-        """Return the average rate of prefill that the workers have measured, in tokens per second."""
+        """Return the average prefill rate that the workers have measured, in tokens per second."""
         if self._usual is None:
             speeds = (rows.figures().speed for rows in self._kinds.values())
             rates = [rate for speed in speeds for rate in speed[speed > 0].tolist()]
@@ -94,7 +95,7 @@ class CandidateTable(Snapshot):
         return self._usual
 
     def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
-        """See `Snapshot.hungriest`."""
+        """Return the worker with the least to compute, as `Snapshot.hungriest` defines it."""
         for role in ("prefill", "decode"):
             found: Candidate | None = None
             least = math.inf
@@ -111,7 +112,7 @@ class CandidateTable(Snapshot):
         return None
 
     def on_host(self, host_id: str) -> list[Candidate]:
-        """Return the workers of one host."""
+        """Return the workers that run on one host."""
         if (host := self._hosts.get(host_id)) is None:
             return []
         now = self._clock()
@@ -122,7 +123,7 @@ class CandidateTable(Snapshot):
         ]
 
     def nominees(self, need: Need) -> list[Candidate]:
-        """Return some workers, among which are those that `place` would choose among all."""
+        """Return a few workers. `place` chooses the same ones from these as it would from all workers."""
         self.settle()
         now = self._clock()
         search = NomineeSearch(need, self._hosts, self.usual_rate(), now, self._half_life)
@@ -154,8 +155,11 @@ class CandidateTable(Snapshot):
                     yield WorkerClass(kind, host, first, every.take(np.flatnonzero(is_open & members)))
 
     def _parts(self, kind: Kind, every: Figures, need: Need) -> Iterator[tuple[str, NDArray[np.bool_] | np.bool_]]:
-        """Yield masks of the workers of a kind that are alike apart from costs, with the host of all of them if it is
-        at the end of a cut link. Workers that failed are apart."""
+        """Divide the workers of a kind into groups within which only costs differ. Workers on which an earlier attempt
+        failed form groups of their own.
+
+        Yields the id of a group's host, if this host is at an end of a cut link, else ""; and the mask of its workers.
+        """
         cut_hosts = {host for host in itertools.chain.from_iterable(need.cut) if host in self._hosts}
         at_links = [(host, every.host == self._hosts[host]) for host in cut_hosts]
         others = ~np.any([members for _, members in at_links], axis=0) if at_links else np.True_

@@ -1,4 +1,4 @@
-"""The input and the result of a placement: a request's needs, the workers that could run it, and those that do."""
+"""The input and the result of a placement: a request's needs, the candidates among workers, and the chosen workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.core.numerics import Numerics
 from paceline.services.common.registry import Member
 
 Link = tuple[str, str]
-"""Ids of two hosts: KV blocks are moved from the first to the second."""
+"""Ids of two hosts: KV blocks are moved from the first host to the second host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,57 +19,59 @@ class Need:
     """The facts about a request that its placement depends on."""
 
     context_tokens: int
-    """Tokens of the prompt and the longest answer together."""
+    """Number of tokens of the prompt plus the longest answer that the request allows."""
     prompt_tokens: int = 1
-    """Tokens that exist already: the prompt, and what earlier attempts generated. Their KV is computed or reused."""
+    """Number of tokens that exist already: the prompt, plus tokens that earlier attempts generated. A worker computes
+    their KV or reuses it from a cache."""
     cached: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of these tokens that a host has cached, by host id. A hint."""
+    """Number of these tokens that each host has cached, by host id. It is a hint and may be wrong."""
     layouts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """For each host id, the fingerprint of its KV layout, if known."""
+    """Fingerprint of each host's KV layout, by host id. A host whose layout is unknown is missing."""
     refused: frozenset[str] = frozenset()
-    """Ids of workers that have just refused this request or failed. They are not asked again for now."""
+    """Ids of workers that have just refused this request or failed. They are not asked again in this search."""
     failed: frozenset[str] = frozenset()
     """Ids of workers on which an earlier attempt failed. They are used only if there is no other worker."""
     computed_with: Numerics | None = None
-    """Numerics of the worker that computed the prompt for an earlier attempt. A worker with the same ones is preferred;
-    None has no preference."""
+    """Numerics of the worker that computed the prompt for an earlier attempt. A worker with the same numerics is
+    preferred; None for no preference."""
     decoded_with: Numerics | None = None
-    """Numerics of the decode worker that generated the newest tokens; see `computed_with`."""
+    """Numerics of the decode worker that generated the newest tokens. A decode worker with the same numerics is
+    preferred; None for no preference."""
     weights: str = ""
-    """`Member.weights` of the worker that computed the first results; "" if there are none, or if unknown."""
+    """`Member.weights` of the worker that computed the first results; "" if there are no results, or if unknown."""
     cut: frozenset[Link] = frozenset()
     """Links on which transfers failed recently."""
     home: str = ""
     """Id of the host that computed the client's latest prompt with the same `prompt_cache_key`; "" if there is none."""
     local_tokens: int = 0
-    """Largest number of prompt tokens, this prompt included, that may wait on a decode worker when it computes the
-    prompt although a prefill worker could. 0 means that it never does."""
+    """A decode worker computes this prompt, although a prefill worker could, only if at most this many uncached prompt
+    tokens then wait on the decode worker, this prompt included. 0 sends all prompts to prefill workers."""
 
     def may_go_on_with(self, weights: str) -> bool:
-        """Return whether a worker with these weights may run the request. Unknown weights cannot be compared."""
+        """Return whether a worker with these weights may run the request. True if either weights are unknown."""
         return not self.weights or not weights or weights == self.weights
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A worker that can be reached, and this gateway's own counts of its work."""
+    """A worker that can be reached, and the work that this gateway has given it."""
 
     member: Member
     in_flight: int = 0
-    """Calls of this gateway that the worker has not finished."""
+    """Number of calls of this gateway that the worker has not finished."""
     unreported: int = 0
-    """Calls in flight that the member's figures may not contain yet."""
+    """Number of calls in flight that the worker's last report may not contain yet."""
     unreported_tokens: float = 0.0
     """Tokens that this gateway has sent since the worker's last report, minus tokens that the worker has computed since
     then. Can be negative."""
     recent_tokens: float = 0.0
-    """Prompt tokens that this gateway has sent recently; older ones count less."""
+    """Prompt tokens that this gateway has sent to the worker recently; their count decays with a half-life."""
     fetch_tokens_per_second: float = 0.0
-    """Measured rate at which its host fetches blocks from other hosts; 0 if unknown."""
+    """Measured rate at which its host fetches blocks from other hosts, in tokens per second; 0 if unknown."""
     prompts: tuple[int, ...] = ()
-    """Tokens of each prompt that this gateway has sent and whose computation has not ended."""
+    """Number of uncached tokens of each prompt that this gateway has sent and that the worker has not computed yet."""
     encodings: int = 0
-    """Encodings that this gateway has asked for and that are not complete."""
+    """Number of encodings that this gateway has asked for and that are not complete."""
 
     @property
     def load(self) -> float:
@@ -79,48 +81,50 @@ class Candidate:
 
     @property
     def requests(self) -> int:
-        """Requests that the worker runs, or that this gateway has just sent to it."""
+        """Number of requests that run or wait at the worker, including those that this gateway has just sent to it."""
         load = self.member.load
         return max(self.in_flight, load.running + load.waiting + self.unreported)
 
     @property
     def has_room(self) -> bool:
-        """Whether this gateway may send the worker another call: it has fewer than `max_seqs` of its own there. The
-        worker decides: it knows the calls of all gateways."""
+        """Whether this gateway may send the worker another call: fewer than `max_seqs` of its own calls run there. The
+        worker itself may still refuse, because it knows the calls of all gateways."""
         return self.in_flight < self.member.max_seqs
 
     @property
     def queued_tokens(self) -> float:
-        """Prompt tokens that the worker has not computed yet."""
+        """Number of prompt tokens that wait on the worker to be computed."""
         return self.member.load.queued_tokens + self.unreported_tokens
 
     def queued_before(self, prompt_tokens: float) -> float:
-        """Return the prompt tokens that the worker computes before a new prompt of `prompt_tokens` tokens.
+        """Return the number of prompt tokens that the worker computes before a new prompt of `prompt_tokens` tokens.
 
-        Longer prompts of this gateway come after it. The prompts of other gateways are not known one by one.
+        The worker computes longer prompts after the new one. This counts only for prompts of this gateway, because the
+        lengths of other gateways' prompts are unknown.
         """
         longer = sum(tokens for tokens in self.prompts if tokens > prompt_tokens)
         return max(min(sum(self.prompts) - longer, self.queued_tokens), self.queued_tokens - longer)
 
     @property
     def tokens_per_second(self) -> float:
-        """Measured rate at which the worker computes prompts; 0 if unknown."""
+        """Measured rate at which the worker computes prompts, in tokens per second; 0 if unknown."""
         return self.member.load.prefill_tokens_per_second
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The workers of an attempt. Without `prefill`, the decode worker computes the prompt. Without `decode`, nothing is
-    decoded."""
+    """The workers of an attempt. If `prefill` is None, the decode worker computes the prompt. If `decode` is None, the
+    work needs no decoding."""
 
     decode: Member | None
     prefill: Member | None
     source: str = ""
     """Id of the host from which the computing worker first fetches a prefix; "" if it fetches none."""
     cached_tokens: int = 0
-    """Tokens of the prompt that the computing worker will then find in its cache; a hint."""
+    """Number of prompt tokens that the computing worker will find cached, after it has fetched a prefix. It is a hint
+    and may be wrong."""
     least_cached_tokens: int = 0
-    """Least number of cached tokens with which the decode worker may compute the prompt itself."""
+    """Number of prompt tokens that the decode worker must have cached to compute the prompt itself."""
 
     @property
     def computing(self) -> Member:
@@ -131,26 +135,28 @@ class Placement:
 
 
 class Snapshot(abc.ABC, Iterable[Candidate]):
-    """All candidates of a large fleet, and a fast way to leave out those that cannot be chosen."""
+    """All candidates of a large fleet, with fast searches, so that a placement need not look at each candidate."""
 
     @abc.abstractmethod
     def nominees(self, need: Need) -> list[Candidate]:
-        """Return some workers, among which are those that `place` would choose among all."""
+        """Return a few workers. `place` chooses the same ones from these as it would from all workers."""
 
     @abc.abstractmethod
     def on_host(self, host_id: str) -> list[Candidate]:
-        """Return the workers of one host."""
+        """Return the workers that run on one host."""
 
     @abc.abstractmethod
     def usual_rate(self) -> float:
-        """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
+        """Return the prefill rate to assume for a worker that has not measured its own rate, in tokens per second."""
 
     @abc.abstractmethod
     def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
-        """Return the worker with the least to compute among those that could compute a prompt: decode workers only if
-        there is no prefill worker. None if there is no such worker.
+        """Return the worker with the least to compute among workers that could compute a prompt; None if there is none.
+
+        Only prefill workers are compared if there are any, else decode workers. A worker's queue is divided by the
+        prompt tokens that the worker computes in `seconds`, and the worker with the smallest quotient is returned.
 
         Args:
-            seconds: queues are compared with the prompts that a worker computes in this time.
-            tokens: the same in tokens, for a worker that has not measured its rate yet.
+            seconds: time for the divisor of the queue, in seconds.
+            tokens: the divisor for a worker that has not measured its rate yet, in tokens.
         """

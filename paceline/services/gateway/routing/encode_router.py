@@ -1,4 +1,4 @@
-"""The place where the encoding of a piece of media is or will be. Pure functions of a snapshot of the fleet."""
+"""The choice of a worker for the encoding of a piece of media. Pure functions of a snapshot of the fleet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.services.gateway.routing.candidates import Candidate, Link
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
 
 WORKERS = ("encode", "prefill", "decode")
-"""Roles of workers that can encode."""
+"""Roles of workers that can compute encodings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class EncodeNeed:
     reader: Member
     """The worker that computes the prompt and reads the encoding."""
     hosts: frozenset[str] = frozenset()
-    """Ids of hosts that have cached the encoding. A hint."""
+    """Ids of hosts that have cached the encoding. It is a hint and may be wrong."""
     computing: frozenset[str] = frozenset()
-    """Ids of workers that compute the encoding for another request now."""
+    """Ids of workers that are computing the encoding for another request now."""
     refused: frozenset[str] = frozenset()
     """Ids of workers that have just refused this encoding. They are not asked again for now."""
     failed: frozenset[str] = frozenset()
@@ -34,15 +34,16 @@ class EncodeNeed:
     """Links on which transfers failed recently."""
 
     def is_known_to(self, member: Member) -> bool:
-        """Return whether the worker need not get the encoder's input, because it will find the encoding."""
+        """Return whether a worker has the encoding cached or is computing it, so that it needs no encoder input."""
         return member.host_id in self.hosts or member.worker_id in self.computing
 
 
 def place_encoding(need: EncodeNeed, snapshot: Iterable[Candidate]) -> Member | None:
-    """Return the worker for an encoding, or None if no worker is left that may be asked.
+    """Return the worker to ask for an encoding; None if no worker is left that may be asked.
 
-    A worker that will find the encoding comes first, on the reader's own host before all others. Then an encode worker
-    computes it, the one with the fewest encodings. If there is none, the reader does it.
+    A worker that has the encoding or is computing it is preferred, and among such workers one on the reader's own host.
+    Otherwise the encode worker with the fewest encodings computes it. If there is no encode worker, the reader itself
+    does.
     """
 
     def rank(candidate: Candidate) -> tuple[object, ...]:
@@ -75,7 +76,7 @@ def _may_encode(need: EncodeNeed, member: Member) -> bool:
 
 
 class EncodingIndex:
-    """The encodings of all hosts. A hint.
+    """An index of the hosts and workers that have or compute an encoding. It is a hint and may be wrong.
 
     Args:
         prefixes: the cached blocks of all hosts.
@@ -84,7 +85,7 @@ class EncodingIndex:
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
         self._computing: dict[tuple[str, bytes], Counter[str]] = {}
-        """For each cache salt and digest, the ids of workers that have been asked for the encoding."""
+        """Ids of the workers that have been asked for an encoding, by cache salt and digest."""
 
     def hosts(self, span: MediaSpan, cache_salt: str) -> frozenset[str]:
         """Return the ids of hosts that have cached the encoding of a span."""
@@ -96,7 +97,8 @@ class EncodingIndex:
 
     @contextlib.contextmanager
     def computing(self, span: MediaSpan, cache_salt: str, worker_id: str) -> Iterator[None]:
-        """Note that a worker computes an encoding. Other requests for it are sent there and wait for the result."""
+        """Note, while the context is open, that a worker computes an encoding. Other requests for the same encoding are
+        then sent to this worker, where they wait for the result."""
         name = (cache_salt, span.digest)
         workers = self._computing.setdefault(name, Counter())
         workers[worker_id] += 1

@@ -5,13 +5,14 @@ The cost of a way is a sum. With v = a prefill worker and perhaps a host to fetc
     near (one host)    ready(v) + compute(v)                + handoff + load(d)        ready = queue + fetch
     far (two hosts)    ready(v) + max(compute(v), move(d))  + handoff + load(d) + link
 
-So a worker cannot win if another one of its kind is no worse in each term, and comes first where all are equal. What
-remains is the best pair of a host, the best decode worker that computes the prompt itself, and, for two hosts, the
-Pareto front of (ready, compute) beside that of (load, move). Floating-point addition is monotonic, so this is exact:
-`place` returns the same from the nominees as from all workers, which a property test checks.
+So a worker cannot be chosen if another worker of its kind is no worse in each term, and precedes it in order if all
+terms are equal. The candidates that remain are the best pair on one host, the best decode worker that computes the
+prompt itself, and for two hosts the Pareto front of prefill workers by (ready, compute) and that of decode workers by
+(load, move). Floating-point addition is monotonic, so the search is exact: `place` returns the same placement from the
+nominees as from all workers. A property test checks this.
 
-Each operation here is on all workers of a class at once. Few operations matter more than small ones: with a thousand
-workers, numpy's cost for a call is as large as the computation.
+Each operation here is on all workers of a class at once. Having few operations matters more than having cheap ones:
+with a thousand workers, numpy's cost for a call is as large as the computation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.services.gateway.routing.router import HANDOFF_SECONDS, LATELY, LI
 from paceline.services.gateway.routing.worker_columns import Figures, Floats, Indices, WorkerClass, decayed
 
 _SLACK = 1e-9
-"""Seconds by which a way must be worse than another one to be left out because of it. Rounding errors are far below it,
+"""A way is left out only if it costs at least this many seconds more than another way. Rounding errors are far smaller,
 if a cost is less than a day."""
 
 Pair = tuple[list[int], list[int]]
@@ -40,9 +41,9 @@ class Computing(NamedTuple):
     worker: Indices
     host: Indices
     ready: Floats
-    """Seconds until the worker can begin: its queue, and fetching."""
+    """Seconds until the worker can begin with the prompt: the time for its queue and for fetching a prefix."""
     compute: Floats
-    """Seconds that the worker then computes the prompt."""
+    """Seconds that the worker takes to compute the prompt after that."""
     total: Floats
     """Seconds until the worker has computed the prompt: `ready` + `compute`."""
     load: Floats
@@ -57,20 +58,21 @@ class Decoding(NamedTuple):
     load: Floats
     rank: Floats
     lacking: Floats
-    """Tokens of the prompt that are not cached on the worker's host."""
+    """Number of prompt tokens that are not cached on the worker's host."""
     move: Floats
-    """Seconds in which the host fetches these tokens."""
+    """Seconds in which the worker's host fetches these tokens."""
     least_load: Floats
-    """The least load of a worker on each host, indexed by the host's number; infinite if it has no worker."""
+    """The smallest load of a worker on each host, indexed by the host's number; infinite for a host without workers."""
 
 
 class NomineeSearch:
     """The search for the nominees of one request.
 
     Args:
-        hosts: the number of each host.
-        usual: prefill rate of workers that have not measured it, in tokens per second.
-        now: the instant to which `half_life` decays the recent tokens.
+        hosts: the number of each host, by host id.
+        usual: prefill rate to assume for workers that have not measured theirs, in tokens per second.
+        now: the present instant, in seconds. Recent tokens count by their age at this instant.
+        half_life: seconds after which recent tokens count half.
     """
 
     def __init__(self, need: Need, hosts: Mapping[str, int], usual: float, now: float, half_life: float) -> None:
@@ -81,12 +83,12 @@ class NomineeSearch:
         self._cached[numbers] = np.fromiter(need.cached.values(), np.float64, len(need.cached))
 
     def can_hand_over(self, prefill: WorkerClass, decode: WorkerClass) -> bool:
-        """Return whether workers of the first class can hand over to those of the second."""
+        """Return whether prefill workers of the first class can hand over to decode workers of the second class."""
         return prefill.kind[1] == decode.kind[1] and (prefill.cut_host, decode.cut_host) not in self._need.cut
 
     def computing(self, own: WorkerClass, workers: Figures) -> list[Computing]:
-        """Return the ways in which workers of a class can compute the prompt: as they are, and, if another host has
-        more of the prompt than some of theirs, after they have fetched it."""
+        """Return the ways in which workers of a class can compute the prompt: with the tokens cached on their own
+        hosts, and, if another host has cached more, after they have fetched the prefix from there."""
         speed = np.where(workers.speed > 0, workers.speed, self._usual)
         slower = 1 + workers.running if own.kind[0] == "decode" else 1.0  # each running request waits as long
         recent = decayed(workers.recent, self._now - workers.at, self._half_life)
@@ -101,7 +103,7 @@ class NomineeSearch:
         return ways
 
     def decoding(self, workers: Figures) -> Decoding:
-        """Return workers that can decode, with their costs."""
+        """Return these workers with the terms of their costs as decode workers."""
         lacking = self._need.prompt_tokens - self._cached[workers.host]
         least_load = np.full(self._cached.size, np.inf)
         np.minimum.at(least_load, workers.host, workers.load)
@@ -109,7 +111,7 @@ class NomineeSearch:
         return Decoding(workers.index, workers.host, workers.load, workers.rank, lacking, move, least_load)
 
     def pairs(self, computing: list[Computing], decoding: Decoding) -> Pair:
-        """Return the prefill workers and the decode workers of the pairs that may be the best."""
+        """Return the prefill workers and the decode workers of all pairs that may be the cheapest."""
         ways, *fetching = computing
         if not ways.worker.size or not decoding.worker.size:
             return [], []
@@ -126,7 +128,7 @@ class NomineeSearch:
         return near[0] + far[0], near[1] + far[1]
 
     def local(self, own: WorkerClass, decoding: Decoding, alone: bool) -> list[int]:
-        """Return the decode worker that computes the prompt itself at the least cost, if one may.
+        """Return the index of the decode worker that computes the prompt itself at the least cost; empty if none may.
 
         Args:
             alone: whether no prefill worker can hand over to the workers of this class.
@@ -141,7 +143,8 @@ class NomineeSearch:
         return [int(ways.worker[_least(seconds, ways.total, ways.ready, ways.compute, ways.load, ways.rank)])]
 
     def _fetchable(self, own: WorkerClass) -> int:
-        """Return the most tokens that a host has cached which can send them to workers of a class."""
+        """Return the number of prompt tokens that workers of a class can fetch: the largest number that a host with a
+        usable link and the same layout has cached."""
         need, layout = self._need, own.kind[1]
         for most in sorted(set(need.cached.values()), reverse=True):
             hosts = (host for host, tokens in need.cached.items() if tokens == most)
@@ -151,7 +154,7 @@ class NomineeSearch:
 
 
 def _near(ways: Computing, decoding: Decoding) -> tuple[Pair, float]:
-    """Return the best pair of workers on one host, and its cost in seconds: infinite if there is no such pair."""
+    """Return the cheapest pair of workers on the same host, and its cost in seconds, infinite if there is no pair."""
     load = decoding.least_load[ways.host]
     cost = ways.total + HANDOFF_SECONDS + LOAD_SECONDS * load
     best = float(cost.min())
@@ -168,7 +171,11 @@ def _near(ways: Computing, decoding: Decoding) -> tuple[Pair, float]:
 
 
 def _far(ways: Computing, decoding: Decoding, near_seconds: float) -> Pair:
-    """Return the workers of the pairs on two hosts that may cost no more than the best pair on one host."""
+    """Return the workers of all pairs on two hosts that may cost no more than the cheapest pair on one host.
+
+    Args:
+        near_seconds: cost of the cheapest pair on one host, in seconds.
+    """
     load, move, total = LOAD_SECONDS * decoding.load, decoding.move, ways.total
     first = _least(total, ways.ready, ways.compute, ways.load, ways.rank)
     begin = _least(load, move, decoding.rank)
@@ -186,7 +193,7 @@ def _far(ways: Computing, decoding: Decoding, near_seconds: float) -> Pair:
 
 
 def _ties(indices: Indices, key: Floats) -> Indices:
-    """Return the indices with the least value."""
+    """Return the indices whose value in `key` is the smallest."""
     if indices.size == 1:
         return indices
     values = key[indices]
@@ -195,20 +202,20 @@ def _ties(indices: Indices, key: Floats) -> Indices:
 
 
 def _first(indices: Indices, *keys: Floats) -> int:
-    """Return the index that is the least by the first key; later keys break ties."""
+    """Return the index with the smallest value by the first key; later keys break ties."""
     for key in keys:
         indices = _ties(indices, key)
     return int(indices[0])
 
 
 def _least(key: Floats, *others: Floats) -> int:
-    """Return the index of the least value; other keys break ties."""
+    """Return the index of the smallest value in `key`; other keys break ties."""
     return _first(np.flatnonzero(key == key.min()), *others)
 
 
 def _front(indices: Indices, first: Floats, second: Floats, *others: Floats) -> Indices:
-    """Return the indices to which no other one is equal or better by the first and by the second key. If both are
-    equal, other keys choose one."""
+    """Return the Pareto front of the indices by two keys, where smaller values are better: indices to which no other
+    index is equal or better by both keys. If indices are equal by both keys, other keys choose one of them."""
     if indices.size <= 1:
         return indices
     keys = (*reversed(others), second, first)

@@ -14,13 +14,13 @@ from paceline.services.common.tasks import end_tasks
 
 TTL_SECONDS = 600
 _BUFFER = 1000
-"""Entries that may wait to be written; further ones are dropped."""
+"""Largest number of entries that wait to be written. Further entries are dropped."""
 
 log = logging.getLogger(__name__)
 
 
 class PlacementLog:
-    """A writer of the keys `paceline:{cluster}:request:{id}`. Entries that Redis does not take in time are dropped."""
+    """Writes the keys `paceline:{cluster}:request:{id}`. Entries that Redis does not accept in time are dropped."""
 
     def __init__(self, redis: Redis, cluster: str) -> None:
         self._redis = redis

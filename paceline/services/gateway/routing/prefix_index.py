@@ -1,7 +1,7 @@
 """An index of the blocks that each host has cached, kept up to date by the hosts' block events. Pure.
 
-The router uses it to find the host with the longest prefix of a context. The index is a hint: a block that it lists by
-mistake costs a cache miss, and a block that it lacks costs computing a prefix again.
+The router uses the index to find the host that has cached the longest prefix of a context. The index is a hint and may
+be wrong. If it lists a block that is gone, there is a cache miss; if it lacks a block, a prefix is computed again.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from paceline.core.kv_layout import BASE_TOKENS, KVLayout
 from paceline.services.common.block_stream import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
-"""Largest number of blocks that are noted of one host; further ones are ignored."""
+"""Largest number of blocks of one host in the index. Further blocks are ignored."""
 
 
 _MOST_ENDS = 1 << 16
-"""Largest number of blocks of BASE_TOKENS tokens after which ends of requests are remembered. Each takes about 90
-bytes."""
+"""Largest number of places at which ends of requests are recorded. A place is a block of BASE_TOKENS tokens of a
+context, and takes about 90 bytes."""
 _ANY_LAYOUT = ""
-"""In place of a layout's fingerprint, in the links under which these places are remembered."""
+"""Stands for a layout's fingerprint in the links that identify places, because places do not depend on layouts."""
 _TRIED_ENDS = 16
-"""Largest number of these places that are looked up for one context."""
+"""Largest number of places that are looked up for one context."""
 
 
 class IndexedBlocks:
@@ -35,7 +35,7 @@ class IndexedBlocks:
     Args:
         pool: id of the host's pool; it changes when the pool is created anew.
         next_event: number of the first event that has not been applied.
-        names: for each group of `layout.all_groups`, the names of its cached blocks.
+        names: the names of the cached blocks of each KV group, in the order of `layout.all_groups`.
     """
 
     def __init__(self, pool: str, next_event: int, layout: KVLayout, names: Sequence[Sequence[bytes]]) -> None:
@@ -48,9 +48,9 @@ class IndexedBlocks:
         return sum(map(len, self.names))
 
     def apply(self, batch: BlockBatch) -> list[BlockEvent] | None:
-        """Apply a batch of events, and return those that have changed something.
+        """Apply a batch of events, and return the events that have changed the blocks.
 
-        Returns None if earlier events are missing or the host has another pool now.
+        Returns None if events before the batch are missing, or if the host has another pool now.
         """
         known = self.next_event - batch.first
         if batch.pool != self.pool or known < 0:
@@ -60,7 +60,7 @@ class IndexedBlocks:
         return news
 
     def _change(self, event: BlockEvent) -> bool:
-        """Apply one event. Return False if it changes nothing."""
+        """Apply one event. Return whether it has changed the blocks."""
         op, group, name = event
         names = self.names[group]
         if (op == "stored") == (name in names) or (op == "stored" and len(self) >= _MOST_BLOCKS):
@@ -76,7 +76,7 @@ class IndexedBlocks:
         return self.layout.fingerprint
 
     def blocks(self) -> Iterator[tuple[bytes, int]]:
-        """Yield the name and the tokens of each block of the first KV group. Other groups have the same contexts."""
+        """Yield name and length in tokens of each block of the first KV group. Other groups hold the same contexts."""
         for name in self.names[0]:
             yield name, self.layout.groups[0].block_tokens
 
@@ -85,22 +85,22 @@ class _Host(NamedTuple):
     """The blocks of one host in the index."""
 
     number: int
-    """Its number in the sets of holders."""
+    """Number by which `holders` refers to the host."""
     blocks: IndexedBlocks
     holders: BlockHolders
-    """The holders of the blocks of its layout."""
+    """Sets of the hosts that have each block, for all hosts with this host's layout."""
 
 
 class PrefixIndex:
-    """The cached blocks of all hosts, by host id. A search looks once at each block, however many hosts there are.
+    """The cached blocks of all hosts, by host id. A search looks up each block once, however many hosts there are.
 
-    A block takes about 125 bytes, and 40 bytes more for each host that has it.
+    A block takes about 125 bytes, plus 40 bytes for each host that has it.
     """
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
         self._ids: dict[int, str] = {}
-        """The id of the host with each number."""
+        """Ids of the hosts, by the hosts' numbers."""
         self._holders: dict[KVLayout, BlockHolders] = {}
         self._layouts: Mapping[str, str] = {}
         self._ends: dict[bytes, int] = {}
@@ -115,7 +115,7 @@ class PrefixIndex:
         return sorted(self._hosts)
 
     def replace(self, host_id: str, blocks: IndexedBlocks) -> None:
-        """Replace all blocks of a host by the list that the host has sent."""
+        """Replace all blocks of a host with the list that the host has sent."""
         before = self._hosts.get(host_id)
         if before is not None and before.blocks.layout != blocks.layout:
             self.forget(host_id)
@@ -141,7 +141,7 @@ class PrefixIndex:
         self._layouts = {name: fingerprint for name, fingerprint in self._layouts.items() if name != host_id}
 
     def apply(self, batch: BlockBatch) -> bool:
-        """Apply events that a host has published. Return False if the host must be asked for its whole list."""
+        """Apply events that a host has published. Return False if events were missed: the whole list is needed then."""
         host = self._hosts.get(batch.host_id)
         if host is None or (news := host.blocks.apply(batch)) is None:
             return False
@@ -149,11 +149,11 @@ class PrefixIndex:
         return True
 
     def layouts(self) -> Mapping[str, str]:
-        """Return the layout fingerprint of each host's blocks. What is returned does not change later."""
+        """Return the layout fingerprint of each host's blocks, by host id. The returned mapping never changes later."""
         return self._layouts
 
     def cached_tokens(self, context: Context, most: int) -> Mapping[str, int]:
-        """Return for each host how many of a context's first `most` tokens it has cached. Omit hosts with none."""
+        """Return how many of a context's first `most` tokens each host has cached, by host id, without hosts with 0."""
         ends = self.ends(context)
         found = (
             holders.cached_tokens(context.links(layout.fingerprint), most, context.tails(layout.fingerprint, ends))
@@ -165,8 +165,8 @@ class PrefixIndex:
         return cached
 
     def note_end(self, context: Context, length: int) -> None:
-        """Note that a request has ended after the first `length` tokens of a context, whose last blocks may be cached
-        although they are not full. Only hosts whose layout has states keep such blocks."""
+        """Note that a request has ended after the first `length` tokens of a context. Hosts whose layout has states may
+        have cached the last blocks before this length although the blocks are not full."""
         count, more = divmod(length, BASE_TOKENS)
         if count and (not self._holders or any(layout.keeps_tails for layout in self._holders)):
             place = _place(context, context.links(_ANY_LAYOUT)[count - 1])
@@ -175,7 +175,8 @@ class PrefixIndex:
             del self._ends[next(iter(self._ends))]
 
     def ends(self, context: Context) -> list[int]:
-        """Return the lengths at which other requests may have ended in this context: the longest ones, ascending."""
+        """Return lengths in tokens at which other requests may have ended in this context, in ascending order. If there
+        are many, only the longest ones are returned."""
         links = context.links(_ANY_LAYOUT) if self._ends else ()
         known = (
             (count, bits) for count, link in enumerate(links, 1) if (bits := self._ends.get(_place(context, link)))
@@ -186,7 +187,7 @@ class PrefixIndex:
         return [length for length in lengths if length < len(context)][-_TRIED_ENDS:]
 
     def encoding_hosts(self, digest: bytes, length: int, cache_salt: str) -> list[str]:
-        """Return the ids of the hosts that have cached an encoding. For the arguments see `encoding_context`."""
+        """Return the ids of the hosts that have cached an encoding. The arguments are those of `encoding_context`."""
         found: list[str] = []
         for layout, holders in self._holders.items():
             if layout.encodings is not None:
@@ -197,12 +198,13 @@ class PrefixIndex:
 
 
 def _place(context: Context, link: bytes) -> bytes:
-    """Return a place in a context of one owner. Contexts of several owners have the same links in a shared prompt."""
+    """Return the key of a place in a context. It contains the cache salt, because contexts of several owners have the
+    same links in a shared prompt."""
     return context.cache_salt.encode() + link  # all links have one length, and bytes take less memory than a pair
 
 
 def _changes(before: Sequence[Set[bytes]], after: Sequence[Set[bytes]]) -> Iterator[tuple[str, int, bytes]]:
-    """Yield the events between two states of a host's blocks, which are sets of names by group."""
+    """Yield the events that lead from one state of a host's blocks to another: its sets of block names by KV group."""
     for group, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=frozenset[bytes]())):
         yield from (("removed", group, name) for name in old - new)
         yield from (("stored", group, name) for name in new - old)

@@ -1,4 +1,4 @@
-"""The router: it places a request, as a pure function of the request and of what is known about the fleet.
+"""The router: places a request on workers, as a pure function of the request and a snapshot of the fleet.
 
 Each way to run a request has a cost in seconds: the estimated time to its first token, and a penalty for the delay of
 other requests. The cheapest way is taken. In this table, "the worker" computes the prompt; rates are tokens per second.
@@ -12,9 +12,9 @@ other requests. The cheapest way is taken. In this table, "the worker" computes 
     recent      a tenth of the tokens sent to the worker recently / its rate, so that equal workers share prompts and a
                 popular prefix is soon cached on several hosts
 
-The home of a request is the host that computed the client's latest prompt with the same `prompt_cache_key`. The
-cheapest way there is taken if it is little worse than the cheapest of all: the beginning of the prompt may be in the
-cache there soon, if it is not yet.
+The home of a request is the host that computed the client's latest prompt with the same `prompt_cache_key`. If the
+cheapest way at home costs little more than the cheapest way of all, the request runs at home: the beginning of the
+prompt is probably cached there, or soon will be.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from paceline.services.gateway.routing.candidates import Candidate, Link, Need, 
 T = TypeVar("T")
 
 PREFILL_TOKENS_PER_SECOND = 1000.0
-"""Assumed rate of prefill if no worker of the fleet has measured its own yet."""
+"""Assumed rate of prefill if no worker of the fleet has measured its own rate yet."""
 FETCH_TOKENS_PER_SECOND = 20_000.0
-"""Assumed rate at which a host fetches blocks from other hosts if it has not measured it yet."""
+"""Assumed rate at which a host fetches blocks from other hosts if it has not measured this rate yet."""
 LINK_SECONDS = 0.01
-"""Time that a transfer between hosts takes in addition to the time for its bytes, in seconds."""
+"""Fixed time of a transfer between hosts, in seconds. The time for the transferred bytes is added to it."""
 HANDOFF_SECONDS = 0.02
-"""Time that a handoff takes, in seconds. The decode worker must at least finish its current step first."""
+"""Estimated time of a handoff, in seconds. The decode worker must at least finish its current step before it."""
 LOAD_SECONDS = 1.0
-"""Cost of a full decode worker, in seconds: how much longer a request waits for its first token to avoid it."""
+"""Cost of a full decode worker, in seconds: a request accepts a first token that comes this much later to get an idle
+decode worker instead."""
 LATELY = 0.1
-"""Share of the recently sent tokens that counts as waiting."""
+"""Share of the recently sent tokens that counts like tokens in the worker's queue."""
 HOME_SHARE = 0.25
-"""Share of the time to compute its whole prompt that a request waits longer for its first token to be at home."""
+"""Largest extra cost of running a request at its home, as a share of the time to compute its whole prompt there."""
 
 
 def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """Return the cheapest placement of a request, or None if no workers can take it now.
 
-    A decode worker computes a prompt itself only if no prefill worker can hand over to it, or if few of the tokens are
-    not cached on its host. If all prefill workers are full, the request waits for one, so that a burst of prompts does
-    not slow down the decoding of other requests.
+    A decode worker computes a prompt itself only if no prefill worker can hand over to it, or if at most
+    `Need.local_tokens` uncached tokens would then wait on it. If all prefill workers are full, the request waits for
+    one of them, so that a burst of prompts does not slow down the decoding of other requests.
     """
     fleet = snapshot.nominees(need) if isinstance(snapshot, Snapshot) else list(snapshot)
     usual = snapshot.usual_rate() if isinstance(snapshot, Snapshot) else _usual_rate(fleet)
@@ -66,17 +67,21 @@ def place(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
 
 
 def _cheapest(need: Need, fleet: Iterable[Candidate], usual: float) -> _Way | None:
-    """Return the way with the least trouble, and with the least cost among equals."""
+    """Return the way with the least trouble, and among equal ones the cheapest way; None if there is no way.
+
+    Args:
+        usual: prefill rate to assume for workers that have not measured theirs, in tokens per second.
+    """
     return min(_ways(need, fleet), key=lambda way: (way.trouble(need), way.rank(need, usual)), default=None)
 
 
 def _at_home(need: Need, known: Iterable[Candidate], best: _Way, usual: float) -> _Way | None:
-    """Return the cheapest way to compute a prompt at its home, if it is little worse than the cheapest way of all.
+    """Return the cheapest way to compute a prompt at its home; None if it is too much worse than the best way.
 
     Args:
-        known: all workers at the home, and perhaps others.
-        best: the cheapest way of all, whose decode worker may also decode what is computed at home.
-        usual: as for `_Way.rank`.
+        known: all workers at the home, and perhaps other workers.
+        best: the cheapest way of all. Its decode worker may also decode a prompt that is computed at home.
+        usual: prefill rate to assume for workers that have not measured theirs, in tokens per second.
     """
     home = [each for each in known if each.member.host_id == need.home]
     others = [each for each in (best.decode, best.prefill) if each is not None and each.member.host_id != need.home]
@@ -89,9 +94,12 @@ def _at_home(need: Need, known: Iterable[Candidate], best: _Way, usual: float) -
 
 
 def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
-    """Return a placement as `place` does, but take decode workers in turn, and prefill workers in turn.
+    """Return a placement for which decode workers take turns, and prefill workers take turns; None if none is possible.
 
     Prefill workers on the decode worker's host are preferred. Load, cached tokens and cost are ignored.
+
+    Args:
+        turn: number of the turn, which grows by one with each request.
     """
     ways = [way for way in _ways(dataclasses.replace(need, cached={}), snapshot) if way.alone or not way.local]
     least = min((way.trouble(need) for way in ways), default=None)
@@ -120,7 +128,11 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
 
 
 def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Placement | None:
-    """Return a worker for work that needs no decoding. Workers take turns."""
+    """Return a placement for work that needs no decoding, for which workers take turns; None if none is possible.
+
+    Args:
+        turn: number of the turn, which grows by one with each request.
+    """
     workers = sorted(_computing(need, snapshot), key=lambda candidate: candidate.member.worker_id)
     least = min((_trouble(need, candidate) for candidate in workers), default=None)
     best = [candidate for candidate in workers if _trouble(need, candidate) == least]
@@ -128,25 +140,25 @@ def place_computing_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int
 
 
 def _usual_rate(fleet: Iterable[Candidate]) -> float:
-    """Return the rate of prefill to assume for a worker that has not measured its own, in tokens per second."""
+    """Return the prefill rate to assume for a worker that has not measured its own rate, in tokens per second."""
     measured = [rate for candidate in fleet if (rate := candidate.tokens_per_second)]
     return statistics.fmean(measured) if measured else PREFILL_TOKENS_PER_SECOND
 
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that can compute a context now."""
+    """Return the workers that can take work without decoding now: prefill workers; without any, decode workers."""
     fitting = _fitting(need, snapshot)
     workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
 
 
 def _trouble(need: Need, candidate: Candidate) -> tuple[bool, bool]:
-    """Return the disadvantages of a worker that computes a context. They outweigh any cost, the first one more."""
+    """Return a computing worker's disadvantages that outweigh any cost, the gravest one first."""
     return candidate.member.worker_id in need.failed, may_differ(need.computed_with, candidate.member.numerics)
 
 
 def _fitting(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the ready workers whose longest context is long enough and whose weights are those of earlier results."""
+    """Return the ready workers whose longest context is long enough and that have the weights of earlier results."""
     known = [c for c in snapshot if need.may_go_on_with(c.member.weights)]
     return [c for c in known if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
 
@@ -160,14 +172,14 @@ def _computing_at(candidate: Candidate | None) -> Placement | None:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """One way to run a request: its workers, and where a prefix comes from."""
+    """One way to run a request: its workers, and the host from which a prefix is fetched."""
 
     decode: Candidate
     prefill: Candidate | None
     alone: bool = False
-    """Whether no prefill worker can hand over to this decode worker, even a full one."""
+    """Whether no prefill worker at all can hand over to this decode worker, not even one that is full now."""
     source: str = ""
-    """Id of the host from which a prefix is fetched first; "" if none is."""
+    """Id of the host from which the computing worker first fetches a prefix; "" if it fetches none."""
 
     @property
     def computing(self) -> Candidate:
@@ -186,26 +198,26 @@ class _Way:
         return self.decode.member.worker_id, "" if self.prefill is None else self.prefill.member.worker_id
 
     def cached(self, need: Need) -> int:
-        """Return how many prompt tokens need not be computed."""
+        """Return the number of prompt tokens that are cached or fetched, so that the worker need not compute them."""
         return need.cached.get(self.source or self.computing.member.host_id, 0)
 
     def is_at_home(self, need: Need) -> bool:
         return self.computing.member.host_id == need.home
 
     def trouble(self, need: Need) -> tuple[bool, ...]:
-        """Return the disadvantages that outweigh any cost, the worst one first."""
+        """Return this way's disadvantages that outweigh any cost, the gravest one first."""
         failed = (name in need.failed for name in self.names)
         other_decode = may_differ(need.decoded_with, self.decode.member.numerics)
         return self.alone, *failed, other_decode, may_differ(need.computed_with, self.computing.member.numerics)
 
     def rank(self, need: Need, usual: float) -> tuple[float, tuple[object, ...]]:
-        """Return the cost in seconds, and what decides between ways of equal cost.
+        """Return the cost in seconds, and a key that decides between ways of equal cost; smaller is better.
 
-        The parts of the cost come before names. So a way that is no worse in any part is never behind, even if rounding
-        makes costs equal. `CandidateTable` relies on this.
+        In the key, the terms of the cost come before names. So a way that is no worse in any term never ranks after the
+        other way, even if rounding makes the costs equal. `CandidateTable` relies on this.
 
         Args:
-            usual: prefill rate of workers that have not measured it, in tokens per second.
+            usual: prefill rate to assume for workers that have not measured theirs, in tokens per second.
         """
         computing, decode = self.computing, self.decode
         speed = computing.tokens_per_second or usual
@@ -234,7 +246,7 @@ class _Way:
 
 
 def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
-    """Return all ways that are allowed now."""
+    """Return all ways to run a request that are possible now."""
     fitting = _fitting(need, snapshot)
     prefills = [c for c in fitting if c.member.role == "prefill"]
     ways: list[_Way] = []
@@ -260,12 +272,12 @@ def _ways(need: Need, snapshot: Iterable[Candidate]) -> list[_Way]:
 
 
 def _source(need: Need, computing: Member, richer: Iterable[tuple[int, str]]) -> str:
-    """Return the host to fetch a prefix from: the one with the most cached tokens among those that can send blocks.
+    """Return the id of the host to fetch a prefix from: the host with most cached tokens among those that can send it.
 
-    Returns "" if the computing worker's own host has as many.
+    Returns "" if the computing worker's own host has as many cached tokens.
 
     Args:
-        richer: cached tokens and hosts in descending order, with all hosts that have more than the worker's own host.
+        richer: cached tokens and host ids, in descending order. All hosts with more than the worker's own are included.
     """
     here, layout = computing.host_id, computing.layout
     own = need.cached.get(here, 0)
@@ -278,7 +290,8 @@ def _source(need: Need, computing: Member, richer: Iterable[tuple[int, str]]) ->
 
 
 def _little_is_left(need: Need, decode: Candidate) -> bool:
-    """Return whether at most `local_tokens` prompt tokens would then wait on the decode worker, older ones included."""
+    """Return whether a decode worker that gets the prompt would have at most `local_tokens` prompt tokens to compute,
+    including the prompts that wait there already."""
     cached = need.cached.get(decode.member.host_id, 0)
     return need.prompt_tokens - cached + decode.queued_tokens <= need.local_tokens
 

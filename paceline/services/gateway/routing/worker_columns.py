@@ -15,32 +15,32 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]
 
 Kind = tuple[str, str, Numerics | None, str]
-"""Role, layout, numerics and weights of a worker. Within one kind, only costs decide."""
+"""Role, layout, numerics and weights of a worker. The choice between workers of one kind depends on costs only."""
 
 _RANK, _AT, _COLUMNS = 0, 5, 10
 """The rows of `rank` and `at` in the values of `Figures`, and the number of rows."""
 
 
 class Figures:
-    """The figures of some workers of a kind: an array for each.
+    """The figures of some workers of a kind: an array for each figure, with one element for each worker.
 
     Args:
         index: positions of the workers among all workers of their kind.
-        host: numbers of their hosts.
-        values: the other figures, [column, worker], as `KindColumns.put` writes them.
+        host: numbers of the workers' hosts.
+        values: the other figures, [figure, worker], as `KindColumns.put` writes them.
     """
 
     def __init__(self, index: Indices, host: Indices, values: Floats) -> None:
         self.index, self.host = index, host
         self.rank: Floats
-        """The workers' places in the order of their ids."""
+        """Rank of each worker in the order of ids, which breaks ties."""
         self.longest: Floats
-        """Tokens of the longest context; -1 if the worker is not ready."""
+        """Longest context in tokens; -1 if the worker is not ready."""
         self.has_room: Floats
         self.queued: Floats
         self.recent: Floats
         self.at: Floats
-        """When `recent` was right."""
+        """Instant for which the value in `recent` is right."""
         self.speed: Floats
         self.load: Floats
         self.running: Floats
@@ -63,7 +63,11 @@ class Figures:
         return self.index.size
 
     def take(self, which: Indices) -> Figures:
-        """Return the figures of some of the workers, which are given in ascending order and without repetitions."""
+        """Return the figures of some of these workers.
+
+        Args:
+            which: indices of workers in ascending order, without repetitions.
+        """
         if which.size == self.index.size:
             return self
         return Figures(self.index[which], self.host[which], self._values[:, which])
@@ -82,12 +86,12 @@ class KindColumns:
         return len(self.ids)
 
     def figures(self) -> Figures:
-        """Return the figures of all workers. They change with the next call of `put`, `drop` or `sort`."""
+        """Return the figures of all workers. The arrays are views, which the next `put`, `drop` or `sort` changes."""
         count = len(self.ids)
         return Figures(np.arange(count), self._hosts[:count], self._values[:, :count])
 
     def candidate(self, index: int, now: float, half_life: float) -> Candidate:
-        """Return a worker with its recent tokens of now."""
+        """Return a worker, with its recent tokens decayed to the instant `now`."""
         candidate = self.candidates[index]
         if not candidate.recent_tokens:
             return candidate
@@ -95,7 +99,12 @@ class KindColumns:
         return replace(candidate, recent_tokens=float(recent))
 
     def put(self, index: int, candidate: Candidate, host: int, at: float) -> None:
-        """Write the figures of a worker. An index after the last one adds the worker."""
+        """Write the figures of a worker. If the index is the number of workers, the worker is added.
+
+        Args:
+            host: number of the worker's host.
+            at: instant at which the worker's recent tokens had this value.
+        """
         member = candidate.member
         if index == len(self.ids):
             self.ids.append(member.worker_id)
@@ -119,7 +128,7 @@ class KindColumns:
         )
 
     def drop(self, index: int) -> str:
-        """Remove a worker. Return the id of the one that has its index now."""
+        """Remove a worker. Return the id of the worker that has its index now; "" if it was the last one."""
         last = len(self.ids) - 1
         self._hosts[index], self._values[:, index] = self._hosts[last], self._values[:, last]
         self.ids[index], self.candidates[index] = self.ids[last], self.candidates[last]
@@ -128,24 +137,24 @@ class KindColumns:
         return self.ids[index] if index < last else ""
 
     def sort(self) -> None:
-        """Rank the workers by their ids."""
+        """Set the rank of each worker by the order of ids, to break ties."""
         for rank, index in enumerate(sorted(range(len(self.ids)), key=self.ids.__getitem__)):
             self._values[_RANK, index] = rank
 
 
 @dataclass(slots=True)
 class WorkerClass:
-    """Workers that differ only in costs."""
+    """Workers of one kind that differ only in costs for a request."""
 
     kind: Kind
     cut_host: str
-    """The host of all of them, if it is at the end of a cut link; else ""."""
+    """Id of the workers' common host, if this host is at an end of a cut link; else ""."""
     fitting: int
-    """Index of one of them: its longest context is long enough."""
+    """Index of one of the workers whose longest context is long enough for the request."""
     open: Figures
     """Workers that can take the request now."""
 
 
 def decayed(tokens: float | Floats, age: float | Floats, half_life: float) -> Floats:
-    """Return what counts of tokens that were sent `age` seconds ago."""
+    """Return the number of tokens that still count of `tokens` that were sent `age` seconds ago."""
     return np.asarray(tokens * np.exp2(-age / half_life))

@@ -1,6 +1,6 @@
 """The life of a sequence, from its plan to its last token.
 
 In: a prompt of a plan. Out: events in order, without gaps and repetitions, whatever happens to workers. `runner`
-repeats attempts, `attempt` is one of them, `progress` is how far the sequence has got, `patience` says when to give up,
-`traces` records what happened.
+starts attempts until one succeeds, `attempt` is a single attempt, `progress` is how far the sequence has got,
+`patience` decides when to give up a sequence, `traces` records what happened.
 """

@@ -4,8 +4,8 @@
     prefill:                    Run ─▶ Opened ─▶ PromptLogprobs… ─▶ FirstToken ─▶ Filled
 
 If the two workers are on different hosts, the gateway sends Fetch to the decode worker after Opened, so that blocks are
-moved while the prompt is computed. A worker sends Alive regularly while a request waits there, so only a longer silence
-is a failure. When one call fails, the other one is cancelled at once.
+moved while the prompt is computed. A worker sends Alive regularly while a request waits there. So a worker counts as
+failed only if it sends nothing for longer than that. When one call fails, the other call is cancelled at once.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One or more tokens that arrived together."""
+    """Event: one or more generated tokens that arrived in one message."""
 
     tokens: list[Token]
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The prefill worker has filled the blocks, and the decode worker has been told."""
+    """Event: the prefill worker has filled the blocks, and the gateway has told the decode worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The sequence has ended. This is the last event."""
+    """Event: the sequence has ended. No event follows."""
 
     reason: FinishReason
 
@@ -76,18 +76,18 @@ class NotCachedError(PacelineError):
 
 
 class AnyAttempt(abc.ABC):
-    """One attempt at work of any kind. `admit` begins it, `run` follows; `close` must always be called.
+    """One attempt at work of any kind. Call `admit`, then `run`; call `close` at the end in any case.
 
     Args:
-        placement: the workers, and the host from which the computing worker first brings over a prefix.
-        seconds: the longest time that the calls may take.
-        stall_seconds: the longest silence before a worker counts as failed, in seconds.
-        attempt_trace: a trace that takes the workers' reports.
-        media: the encoder's inputs, if the context has spans of media.
+        placement: the workers, and the host from which the computing worker first fetches a prefix.
+        seconds: longest duration of each call to a worker, in seconds.
+        stall_seconds: seconds without a message after which a worker counts as failed.
+        attempt_trace: the trace to which the workers' reports are added.
+        media: the encoder's inputs; None if the context has no spans of media.
     """
 
     decode: RemoteWorker | None
-    """The decode worker; None if there is none."""
+    """The decode worker; None if the work needs no decoding."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class AnyAttempt(abc.ABC):
 
     @abc.abstractmethod
     def _prepare(self, placement: Placement) -> None:
-        """Count the calls to the workers of a placement, until `close`."""
+        """Look up the workers of a placement, and count a call of this gateway at each worker until `close`."""
 
     @abc.abstractmethod
     async def admit(self) -> None:
@@ -130,11 +130,11 @@ class AnyAttempt(abc.ABC):
 
     @abc.abstractmethod
     async def run(self, take: Callable[[Event], object]) -> None:
-        """Give events to `take`, Ended last. Raises the errors of `admit`, and the errors of `take`."""
+        """Call `take` with each event; the last one is Ended. Raises the errors of `admit` and of `take`."""
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Make `run` raise WorkerDrainingError soon, if the work should go on elsewhere because a worker drains."""
+        """Make `run` raise WorkerDrainingError soon, because a worker drains. Work that is better finished goes on."""
 
     def close(self) -> None:
         """End all calls that still run."""
@@ -142,7 +142,7 @@ class AnyAttempt(abc.ABC):
 
 
 class Attempt(AnyAttempt):
-    """One attempt to generate."""
+    """One attempt to generate tokens, on a decode worker and perhaps a prefill worker."""
 
     decode: RemoteWorker
 
@@ -154,7 +154,8 @@ class Attempt(AnyAttempt):
         self._source = fleet.host(placement.source)
         self._least_cached_tokens = placement.least_cached_tokens
         self._prefill_work = self._resources.enter_context(contextlib.ExitStack())
-        """Open until the prefill worker is done with the request; then the worker has room for another one."""
+        """Counts the call at the prefill worker. It is closed when this worker is done with the request, and so has
+        room for another one."""
         self._decode_call = DecodeCall(decode, self._link, self._stall_seconds)
         self._resources.callback(self._decode_call.close)
         self._prefill_call: WorkerCall | None = None
@@ -168,8 +169,8 @@ class Attempt(AnyAttempt):
     async def admit(self) -> None:
         """Reserve room on the decode worker, and start the prefill.
 
-        Also raises NotCachedError: the decode worker has room, but too few cached tokens to compute the rest of the
-        prompt.
+        Raises the errors of `AnyAttempt.admit`. Raises NotCachedError if the decode worker has room, but too few cached
+        tokens to compute the rest of the prompt itself.
         """
         asking = self._decode_call.admit(self._work_for(self.decode, computes=self._link is None), self._seconds)
         admitted = await answer(asking, self.decode)
@@ -207,9 +208,9 @@ class Attempt(AnyAttempt):
             self._encoding.start(worker, event.opened.cached_tokens, lambda _: call.cancel())
 
     def _work_for(self, worker: RemoteWorker, computes: bool) -> common_pb2.Work:
-        """Return the work for one worker. If `computes`, it names the host from which to fetch a prefix.
+        """Return the work for one worker. If `computes`, the work names the host from which to fetch a prefix.
 
-        `computes` says that the prompt is computed into the arena of the worker's host.
+        `computes` is true if the prompt is computed into the arena of the worker's host.
         """
         work = common_pb2.Work()
         work.CopyFrom(self._work)
@@ -223,9 +224,9 @@ class Attempt(AnyAttempt):
             self._fleet.avoid_link((self._source.member.host_id, worker.member.host_id))
 
     async def run(self, take: Callable[[Event], object]) -> None:
-        """Give events to `take`, Ended last.
+        """Call `take` with each event; the last one is Ended.
 
-        Raises the errors of `admit`, WorkerDrainingError after `leave`, and the errors of `take`.
+        Raises the errors of `admit` and of `take`, and WorkerDrainingError after `leave`.
         """
         event: Event | None = None
         while (prefill := self._prefill_call) is not None and not isinstance(event, Ended):
@@ -245,7 +246,7 @@ class Attempt(AnyAttempt):
         await self._decode_call.wait_until_ended()  # to close at once would make the worker count an abort
 
     def leave(self) -> None:
-        """Make `run` raise WorkerDrainingError after the events that have come, but not before the handoff."""
+        """Make `run` raise WorkerDrainingError after the events that have come, but only once the handoff is done."""
         self._decode_call.leave()
 
     async def _next_of_prefill(self, call: WorkerCall) -> Event | None:
@@ -305,12 +306,12 @@ class Attempt(AnyAttempt):
 
     @property
     def _link(self) -> Link | None:
-        """The hosts from and to which blocks have to be moved; None if the workers share a host."""
+        """The host that blocks have to be moved from and the host they go to; None if the workers share a host."""
         if self.prefill is None or self.prefill.member.host_id == self.decode.member.host_id:
             return None
         return self.prefill.member.host_id, self.decode.member.host_id
 
 
 def scores_of(message: common_pb2.PromptLogprobs) -> PromptScores:
-    """Return the event for a message with prompt logprobs."""
+    """Convert a worker's message with prompt logprobs to an event."""
     return PromptScores(message.first, [token_from_pb(token) for token in message.tokens])

@@ -1,4 +1,4 @@
-"""The start of an attempt: the search for workers that admit it, near the home of its prompt."""
+"""The start of an attempt: the search for workers that admit the attempt, preferably at the home of its prompt."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
 
 MOST_KEYS = 1 << 16
-"""Largest number of keys to remember. The one that was used longest ago is forgotten first."""
+"""Largest number of `prompt_cache_key`s whose homes are kept. The key that was used longest ago is dropped first."""
 
 
 class AttemptStarter:
@@ -36,9 +36,9 @@ class AttemptStarter:
 
     Args:
         prefixes: the cached blocks of all hosts.
-        control: says which workers take no more requests for now.
-        patience: says whether a sequence may go on, and records its failures.
-        attempts: gets each attempt before its workers are asked.
+        control: admission control: decides which workers get no more requests for now.
+        patience: decides whether a sequence may go on, and records its failures.
+        attempts: registry to which each attempt is added before its workers are asked.
         observe_search: called after each search for workers with its CPU time in seconds.
     """
 
@@ -64,13 +64,14 @@ class AttemptStarter:
         self._observe_search = observe_search
 
     async def try_to_start(self, sequence: SequenceRun, deadline: float, waited: float) -> AnyAttempt | Held | None:
-        """Return an attempt that workers have admitted; None if all workers are full or gone; HELD if workers that have
-        room have enough prompts.
+        """Return an attempt that workers have admitted; None if all workers are full or gone; HELD if a worker has
+        room, but every such worker already has enough prompts in its own queue.
 
-        The sequence's trace must have begun an attempt. If workers fail instead of admitting it, the next one begins.
+        The caller must have begun an attempt in the sequence's trace. If workers fail instead of admitting the attempt,
+        this function begins the next attempt there.
 
         Args:
-            deadline: when the sequence is given up, on time.monotonic().
+            deadline: instant at which the sequence is given up, on time.monotonic().
             waited: seconds since the sequence began to wait in the queue.
 
         Raises:
@@ -126,23 +127,23 @@ class AttemptStarter:
             begun = time.thread_time()
 
     def cached_tokens(self, sequence: SequenceRun) -> Mapping[str, int]:
-        """Return for each host id how many tokens of the context are cached there, as far as this gateway knows."""
+        """Return how many tokens of the context each host has cached, as far as this gateway knows, by host id."""
         if self._config.router_mode != "kv" or sequence.needs_scores:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
     def note_prompt(self, sequence: SequenceRun) -> None:
-        """Note that the first token of a sequence has come, so that the last blocks of its prompt may be cached."""
+        """Note for later searches that the last blocks of a prompt may be cached. Call this at its first token."""
         self._prefixes.note_end(sequence.context, sequence.plan.kept_tokens(sequence.prompt))
 
     def note_end(self, sequence: SequenceRun) -> None:
-        """Note that a sequence has ended, so that its last blocks may be cached on the hosts that computed it."""
+        """Note for later searches that the last blocks of a sequence may be cached. Call this when it has ended."""
         # Nobody computes the KV of the last token.
         for length in (len(sequence.prompt.token_ids), len(sequence.context) - 1):
             self._prefixes.note_end(sequence.context, length)
 
     def fits(self, sequence: SequenceRun) -> bool:
-        """Return whether the context length of a known worker is enough for a sequence."""
+        """Return whether a known worker's longest context is long enough for a sequence."""
         return self._fleet.max_model_len(KINDS[sequence.plan.kind].decodes) >= sequence.prompt.context_tokens
 
     def _need(
@@ -184,9 +185,8 @@ class AttemptStarter:
 
         Args:
             held: why the sequence is not sent to a worker that has room; "" if there is none.
-            is_busy: whether a worker might have room later.
+            is_busy: whether a worker that fits the sequence exists and might have room later.
             is_left_behind: whether there are workers, but none with the weights that began the answer.
-            is_busy: whether a worker might have room later.
 
         Raises:
             NoWorkerError: no worker can ever serve the sequence.
@@ -234,10 +234,10 @@ class Homes:
 
     def __init__(self) -> None:
         self._hosts: OrderedDict[bytes, str] = OrderedDict()
-        """Ids of hosts by digests, because a client's keys may be long."""
+        """Ids of hosts, by digests of owner and key, because a client's keys may be long."""
 
     def get(self, owner: str, cache_key: str) -> str:
-        """Return the id of a host; "" if the request has no key, or if the key is new.
+        """Return the id of a key's home; "" if the request has no key, or if the key is new.
 
         Args:
             owner: digest of the client's API key, because clients may choose equal names.
@@ -246,7 +246,7 @@ class Homes:
         return self._hosts.get(_digest(owner, cache_key), "") if cache_key else ""
 
     def put(self, owner: str, cache_key: str, host_id: str) -> None:
-        """Note which host computes a prompt. Nothing happens if the request has no key."""
+        """Make a host the home of a key. Do nothing if the request has no key."""
         if cache_key:
             key = _digest(owner, cache_key)
             self._hosts[key] = host_id

@@ -19,12 +19,12 @@ from paceline.proto import worker_pb2
 from paceline.services.common.registry import Member
 
 CHUNKS_KEPT = 32
-"""Chunks of an attempt that are kept one by one. Later ones only count in the totals."""
+"""Largest number of chunks of an attempt that are recorded one by one. Later chunks only count in the totals."""
 ENCODINGS_KEPT = 32
-"""Encodings of an attempt that are kept one by one; of later ones only the number is kept."""
+"""Largest number of encodings of an attempt that are recorded one by one. Later encodings are only counted."""
 
 REASONS_KEPT = 8
-"""Largest number of different reasons of one wait. Further ones count as OTHER_REASONS."""
+"""Largest number of different reasons that are recorded for one wait. Further reasons count as OTHER_REASONS."""
 
 OTHER_REASONS = "other reasons"
 
@@ -35,9 +35,9 @@ class WorkerName(NamedTuple):
     worker: str
     host: str
     numerics: Numerics | None
-    """None if unknown."""
+    """The worker's numerics; None if unknown."""
     weights: str = ""
-    """See `Member.weights`."""
+    """The worker's weights, as in `Member.weights`; "" if unknown."""
 
     @staticmethod
     def of(member: Member) -> WorkerName:
@@ -48,7 +48,7 @@ class ChunkTrace(NamedTuple):
     """One step of a worker that computed tokens [first, first + tokens) of the context."""
 
     at: float
-    """Instant at which the worker's report came."""
+    """Instant at which the worker's report arrived at the gateway."""
     worker: str
     first: int
     tokens: int
@@ -61,7 +61,7 @@ class EncodingTrace(NamedTuple):
     began: float
     """Instant at which the gateway asked for the encoding."""
     ended: float
-    """Instant at which the worker that computes the prompt had the encoding."""
+    """Instant at which the worker that computes the prompt had received the encoding."""
     worker: str
     kind: str
     tokens: int
@@ -71,11 +71,11 @@ class EncodingTrace(NamedTuple):
     encode_seconds: float
     bytes: int
     bytes_moved: int
-    """Bytes that the worker that computes the prompt fetched from another host."""
+    """Number of bytes that the worker that computes the prompt fetched from another host."""
 
 
 class Gaps(NamedTuple):
-    """Times between two messages with tokens, in seconds."""
+    """Percentiles and maximum of the times between successive messages with tokens, in seconds."""
 
     p50: float
     p99: float
@@ -90,7 +90,7 @@ class ChunkTotals:
     tokens: int = 0
     step_seconds: float = 0.0
     began: float = 0.0
-    """When the first chunk's step began, estimated from the time of its report."""
+    """Instant at which the first chunk's step began: the time of its report minus the duration of the step."""
     ended: float = 0.0
     kept: list[ChunkTrace] = field(default_factory=list)
 
@@ -106,7 +106,10 @@ class ChunkTotals:
 
 
 def gaps_of(times: Sequence[float]) -> Gaps | None:
-    """Return the gaps between sorted instants; None if there are fewer than two. Percentiles are by nearest rank."""
+    """Return figures of the gaps between sorted instants; None if there are fewer than two instants.
+
+    Percentiles are by nearest rank.
+    """
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
     if not gaps:
         return None
@@ -116,61 +119,62 @@ def gaps_of(times: Sequence[float]) -> Gaps | None:
 
 @dataclass(slots=True)
 class AttemptTrace:
-    """One attempt, from its place in the queue to its end. Instants that have not come are None."""
+    """Record of one attempt, from its place in the queue to its end. Instants that have not come yet are None."""
 
     queued: float = field(default_factory=time.monotonic)
     ahead: int = 0
-    """Sequences that waited already when this one joined the queue."""
+    """Number of sequences that were waiting when this sequence joined the queue."""
     computed_with: Numerics | None = None
-    """`SequenceTrace.computed_with` when this attempt began."""
+    """Value of `SequenceTrace.computed_with` at the start of this attempt: numerics of the first results."""
     decoded_with: Numerics | None = None
-    """`SequenceTrace.decoded_with` when this attempt began."""
+    """Value of `SequenceTrace.decoded_with` at the start of this attempt: numerics of the newest tokens."""
     weights: str = ""
-    """`SequenceTrace.weights` when this attempt began."""
+    """Value of `SequenceTrace.weights` at the start of this attempt: weights of the first results."""
     waited_for: Counter[str] = field(default_factory=Counter)
-    """For each reason why the attempt was not admitted, how often it was the reason."""
+    """How often the attempt was not admitted, by the reason."""
     number: int = 0
-    """`Key.attempt` of the attempt's messages and leases."""
+    """Number of the attempt in its sequence, from 1. It is `Key.attempt` in the attempt's messages and leases."""
     decode: WorkerName | None = None
-    """The decode worker that was asked last. `prefill` was asked with it."""
+    """The decode worker that was asked last. `prefill` is the prefill worker that was asked together with it."""
     prefill: WorkerName | None = None
     asked: float | None = None
-    """When the workers were asked that admitted the attempt, or under which it ended. None if all had no room."""
+    """Instant at which the last workers were asked: those that admitted the attempt or on which it ended. None if all
+    workers had no room."""
     admitted: float | None = None
     context_tokens: int = 0
-    """Tokens of the prompt, and tokens that earlier attempts have generated."""
+    """Number of tokens of the prompt, plus tokens that earlier attempts have generated."""
     cached_tokens: int = 0
-    """Tokens of the context that the computing worker found cached on its host."""
+    """Number of tokens of the context that the computing worker found cached on its host."""
     blocks: int = 0
     cached_blocks: int = 0
     encodings: list[EncodingTrace] = field(default_factory=list)
-    """The first encodings, in the order of their ends."""
+    """The first ENCODINGS_KEPT encodings, in the order in which they were completed."""
     encodings_left_out: int = 0
     chunks: ChunkTotals = field(default_factory=ChunkTotals)
     filled: float | None = None
     handed_over: float | None = None
-    """Instant at which the gateway told the decode worker that the blocks are filled."""
+    """Instant at which the gateway told the decode worker that the blocks are filled; None before the handoff."""
     adopted: worker_pb2.Adopted | None = None
     effort: worker_pb2.Effort | None = None
     token_times: list[float] = field(default_factory=list)
-    """When each message with tokens came; after `close` only the first two and the last."""
+    """Instants at which messages with tokens arrived; after `close` only the first two and the last one."""
     token_counts: list[int] = field(default_factory=list)
-    """Number of tokens in each message, until `close`."""
+    """Number of tokens in each message of `token_times`; empty after `close`."""
     tokens: int = 0
     scores: int = 0
-    """Prompt tokens whose logprobs came."""
+    """Number of prompt tokens whose logprobs have come."""
     gaps: Gaps | None = None
-    """The gaps between `decode_times`; set by `close`."""
+    """Figures of the gaps between `decode_times`; None before `close`."""
     ended: float | None = None
-    """Instant at which the attempt ended. None before, and if it ended while no worker was asked."""
+    """Instant at which the attempt ended; None while it runs, and if it ended before any worker was asked."""
     outcome: str = ""
-    """One of "finished", "failed" and "cancelled"; empty until the end."""
+    """How the attempt ended: "finished", "failed" or "cancelled"; empty until its end."""
     failure: str = ""
-    """Why it failed or was cancelled."""
+    """Reason why the attempt failed or was cancelled; empty otherwise."""
 
     @property
     def decode_times(self) -> list[float]:
-        """The instants at which tokens came from the decode worker. A prefill worker sends the first one."""
+        """Instants at which tokens came from the decode worker; a first token from a prefill worker is left out."""
         return self.token_times if self.prefill is None else self.token_times[1:]
 
     @property
@@ -179,12 +183,12 @@ class AttemptTrace:
 
     @property
     def worker_ids(self) -> tuple[str, str]:
-        """Ids of the prefill and the decode worker; "" if there is none."""
+        """Ids of the prefill worker and the decode worker, in this order; "" for a worker that the attempt lacks."""
         return self.prefill.worker if self.prefill else "", self.decode.worker if self.decode else ""
 
     @property
     def numerics_changes(self) -> dict[str, str]:
-        """The numerics before this attempt and now, for "prefill" and "decode" if they are not the same."""
+        """Texts about numerics that differ from those of earlier attempts, under the keys "prefill" and "decode"."""
         computing = ("prefill", self.computed_with, self.prefill or self.decode)
         return {
             step: f"{before} before, {worker.numerics or 'unknown'} now"
@@ -193,7 +197,7 @@ class AttemptTrace:
         }
 
     def wait_for(self, reason: str) -> None:
-        """Record why no worker had room just now. So the attempt waits on."""
+        """Record a reason why no worker has admitted the attempt, which goes on waiting."""
         self.asked = None
         reason = reason[:_REASON_CHARACTERS]
         if reason not in self.waited_for and len(self.waited_for) >= REASONS_KEPT:
@@ -201,14 +205,19 @@ class AttemptTrace:
         self.waited_for[reason] += 1
 
     def ask(self, decode: Member | None, prefill: Member | None, number: int, context_tokens: int) -> None:
-        """Record that these workers are asked to admit the attempt."""
+        """Record that these workers are asked to admit the attempt.
+
+        Args:
+            number: number of the attempt in its sequence, from 1.
+            context_tokens: number of tokens of the prompt, plus tokens that earlier attempts have generated.
+        """
         self.asked = time.monotonic()
         self.decode = None if decode is None else WorkerName.of(decode)
         self.prefill = None if prefill is None else WorkerName.of(prefill)
         self.number, self.context_tokens = number, context_tokens
 
     def reserve(self, admitted: worker_pb2.Admitted) -> None:
-        """Record that the decode worker has room. The attempt is `admitted` when the prefill worker admits it, too."""
+        """Record that the decode worker has room. `admitted` stays None until the prefill worker admits it, too."""
         self.cached_tokens = admitted.cached_tokens
         self.blocks, self.cached_blocks = admitted.blocks, admitted.cached_blocks
 
@@ -228,7 +237,13 @@ class AttemptTrace:
     def add_encoding(
         self, span: MediaSpan, worker: Member, began: float, encoded: worker_pb2.Encoded, bytes_moved: int
     ) -> None:
-        """Record that the worker that computes the prompt has an encoding now."""
+        """Record an encoding that the worker that computes the prompt has just received.
+
+        Args:
+            worker: the worker that computed the encoding or had it cached.
+            began: instant at which the gateway asked for the encoding.
+            bytes_moved: bytes that the worker that computes the prompt fetched from another host.
+        """
         if len(self.encodings) >= ENCODINGS_KEPT:
             self.encodings_left_out += 1
             return
@@ -237,12 +252,12 @@ class AttemptTrace:
         self.encodings.append(EncodingTrace(began, time.monotonic(), *place, *times, encoded.bytes, bytes_moved))
 
     def end(self, outcome: str, reason: str = "") -> None:
-        """Record the end, unless it has come already or no worker has begun the attempt."""
+        """Record the attempt's end. Do nothing if it is recorded already or if no worker was asked."""
         if self.asked is not None and self.ended is None:
             self.ended, self.outcome, self.failure = time.monotonic(), outcome, reason[:_REASON_CHARACTERS]
 
     def close(self) -> None:
-        """Keep only a few of the token times, and their gaps as percentiles."""
+        """Set `gaps` from the token times, then drop nearly all of these times and the token counts to save memory."""
         self.gaps = gaps_of(self.decode_times)
         if len(self.token_times) > 3:
             self.token_times = [*self.token_times[:2], self.token_times[-1]]

@@ -1,10 +1,10 @@
-"""The encodings of one attempt: each is computed or found by a worker, and the worker that reads it is told.
+"""The encodings of one attempt: a worker computes each encoding or has it cached, and the reader is told where it is.
 
     encode:   Run ─▶ Opened ─▶ Alive… ─▶ (InputNeeded ─▶ Run again with the input ─▶ …) ─▶ Encoded
     reader:                                                                                 Media.Ready
 
-The reader is the worker that computes the prompt. It goes on as far as it can meanwhile. When `Media.Ready` returns, it
-has a lease of the encoding, and the call that computed it is ended.
+The reader is the worker that computes the prompt. Meanwhile it computes the prompt up to the first missing encoding.
+When `Media.Ready` returns, the reader has a lease of the encoding, and the call that computed the encoding is ended.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from paceline.services.gateway.sequences.worker_call import (
 log = logging.getLogger(__name__)
 
 PARALLEL = 2
-"""Encodings of one attempt at the same time, for each encode worker: one is computed and the next one waits there."""
+"""Largest number of encodings of one attempt that run at the same time, per encode worker: the worker computes one
+while the next one waits there."""
 READY_SECONDS = 30.0
 """Deadline of `Media.Ready`, in seconds. The reader may have to fetch the encoding from another host."""
 
 
 class EncodeRefusedError(WorkerBusyError):
-    """No worker takes an encoding now, because all are full. No worker has failed."""
+    """No worker takes an encoding now, because all workers are full. This is no failure of a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptMedia:
-    """The media of one attempt."""
+    """The media of one attempt, and facts about the places of their encodings."""
 
     inputs: Mapping[bytes, MediaInput]
-    """The encoder's input for each digest."""
+    """The encoder's input for each span of media, by the span's digest."""
     encodings: EncodingIndex
-    """The encodings of all hosts, shared by all attempts."""
+    """The index of encodings that hosts have cached, which all attempts share."""
     failed: frozenset[str] = frozenset()
     """Ids of workers on which an earlier attempt failed."""
 
@@ -67,10 +68,10 @@ class EncodeCalls:
     """The encodings of one attempt, from `start` to `close`.
 
     Args:
-        work: the attempt's work, with the spans.
-        seconds: the longest time that a call may take.
-        stall_seconds: the longest silence before a worker counts as failed, in seconds.
-        attempt_trace: a trace that gets the facts about each encoding.
+        work: the attempt's work, with its spans of media.
+        seconds: longest duration of a call, in seconds.
+        stall_seconds: seconds without a message after which a worker counts as failed.
+        attempt_trace: the trace to which the facts about each encoding are added.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class EncodeCalls:
         attempt_trace: AttemptTrace,
     ) -> None:
         self.error: Exception | None = None
-        """The reason why the attempt cannot go on."""
+        """The first failure of an encoding, because of which the attempt cannot go on; None if there is none."""
         self._fleet = fleet
         self._media = media
         self._work = work
@@ -94,11 +95,11 @@ class EncodeCalls:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, reader: RemoteWorker, cached_tokens: int, on_failure: Callable[[Exception], object]) -> None:
-        """Begin to have the encodings computed that the prompt still needs, in the order of the spans.
+        """Start tasks that have the encodings computed which the prompt still needs, in the order of the spans.
 
         Args:
             reader: the worker that computes the prompt and has accepted the attempt.
-            cached_tokens: tokens of the context that it need not compute.
+            cached_tokens: tokens at the beginning of the context that the reader has cached.
             on_failure: called once if an encoding fails, with the error.
         """
         needed = {span.digest: span for span in spans_from_pb(self._work.media) if span.end > cached_tokens}
@@ -139,7 +140,7 @@ class EncodeCalls:
             on_failure(error)
 
     async def _encode(self, reader: RemoteWorker, span: MediaSpan) -> None:
-        """Have one encoding computed, and tell the reader. Workers that refuse it are left out."""
+        """Have one encoding computed by a worker, and tell the reader. If a worker refuses, ask another one."""
         began = time.monotonic()
         refused: frozenset[str] = frozenset()
         lacking: frozenset[str] = frozenset()
@@ -173,6 +174,7 @@ class EncodeCalls:
         """Return the facts for placing an encoding.
 
         Args:
+            refused: ids of workers that have refused the encoding.
             lacking: ids of hosts and workers that turned out not to have the encoding.
         """
         index, salt = self._media.encodings, self._work.cache_salt
@@ -191,10 +193,10 @@ class EncodeCalls:
         """Call one worker, and tell the reader when the encoding is complete.
 
         Returns:
-            The worker's last event and the bytes that the reader had to fetch; None if the worker needs the input.
+            The worker's last event and the number of bytes that the reader fetched; None if the worker needs the input.
 
         Raises:
-            _AskAnotherError: the worker has no room, drains or cannot be reached. Another one may do it.
+            _AskAnotherError: the worker has no room, drains or cannot be reached. Another worker may take the encoding.
         """
         with contextlib.ExitStack() as resources:
             resources.enter_context(self._fleet.encode_call(worker))
@@ -221,7 +223,7 @@ class EncodeCalls:
             return None if encoded is None else (encoded, await self._tell(reader, worker, span, encoded.source))
 
     async def _completion(self, call: WorkerCall) -> worker_pb2.Encoded | None:
-        """Wait for the end of the computation. Return None if the worker needs the input."""
+        """Wait until the worker has the encoding, and return its last event; None if the worker needs the input."""
         while True:
             try:
                 event: worker_pb2.ComputeEvent = await call.read(self._stall_seconds)
@@ -237,7 +239,7 @@ class EncodeCalls:
             raise out_of_turn(call.worker)
 
     async def _tell(self, reader: RemoteWorker, worker: RemoteWorker, span: MediaSpan, source: str) -> int:
-        """Tell the reader where the encoding is. Return the bytes that it had to fetch."""
+        """Tell the reader where the encoding is. Return the number of bytes that the reader fetched."""
         hosts = worker.member.host_id, reader.member.host_id
         link: Link | None = None if hosts[0] == hosts[1] else hosts
         ready = worker_pb2.ReadyRequest(key=self._work.key, digest=span.digest, source=source)

@@ -1,14 +1,14 @@
 """The rule by which a request is given up because of its own failures. Pure.
 
-A request whose deadline has not come is given up only if the request itself seems to be the reason of its failures: if
-attempts failed again and again at the same step of it. The end of a worker says little about a request, because workers
-also end for other reasons. So it counts against the request only if nothing else explains it:
+Before its deadline, a request is given up only if the request itself seems to cause its failures: several attempts have
+failed at the same step. The end of a worker process says little about a request, because workers also end for other
+reasons. So a worker's end counts against the request only if nothing else explains it. Both must hold:
 
-- no worker that did not run the request has ended since the request's failure before, and
-- other requests went on during the attempt, or there were no others.
+- since the request's previous failure, no worker has ended that did not run the request, and
+- other requests made progress during the attempt, or there were no other requests.
 
-Two requests that both end their workers explain each other's failures in this way. So only the first `MOST_EXCUSED`
-ends at a step can be explained.
+Two requests that both crash their workers would excuse each other's failures forever. So at most `MOST_EXCUSED` ends at
+one step are excused.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MOST_EXCUSED = 20
-"""Largest number of ends of workers at one step that can be explained by something else. It is so large that a request
-which is not the reason has made progress before."""
+"""Largest number of workers' ends at one step that are excused. It is large, so that a request which is not the cause
+makes progress before the limit is reached."""
 
 
 class ProgressStep(NamedTuple):
     """The progress of a request. Later steps are greater."""
 
     tokens: int = 0
-    """Tokens of the answer that count as progress; see `SequenceRun.step`."""
+    """Number of generated tokens that count as progress; `SequenceRun.step` says which ones do."""
     prompt: int = 0
-    """Tokens of the prompt that have been computed."""
+    """Number of prompt tokens that have been computed or were cached."""
 
 
 class Cause(enum.Enum):
     """The cause of an attempt's end."""
 
     ELSEWHERE = enum.auto()
-    """Nothing that the request did: its worker drains or had not begun, or a link between hosts failed."""
+    """The request is not the cause: its worker drains or had not begun the request, or a link between hosts failed."""
     WORKER_ENDED = enum.auto()
     """A worker ended, stopped answering, or lost the request's blocks while it ran the request."""
     REQUEST = enum.auto()
-    """A worker that goes on answered with an error."""
+    """A worker answered with an error and goes on running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class Failure:
     step: ProgressStep
     cause: Cause
     others_ended: bool = False
-    """Whether workers that did not run the request have ended since the request's failure before."""
+    """Whether workers that did not run the request have ended since the request's previous failure."""
     others_went_on: bool = True
-    """Whether other requests made progress during the attempt, or there were none."""
+    """Whether other requests made progress during the attempt; also true if there were no other requests."""
 
     @property
     def is_excused(self) -> bool:
@@ -65,18 +65,18 @@ class Failures:
 
     step: ProgressStep = ProgressStep()
     errors: int = 0
-    """Attempts that ended with an error of a worker that goes on."""
+    """Number of attempts that a worker answered with an error and went on running."""
     ends: int = 0
-    """Attempts during which a worker ended for no other reason than the request, as far as is known."""
+    """Number of attempts during which a worker ended and nothing but the request explains it."""
     excused: int = 0
-    """Attempts during which a worker ended and something else explained it."""
+    """Number of attempts during which a worker ended and something else explains it."""
 
     @property
     def count(self) -> int:
         return self.errors + self.ends
 
     def after(self, failure: Failure) -> Failures:
-        """Return the failures with one more. A request that has made progress starts again."""
+        """Return the failures with one more counted. The counts start at 0 again if the request has made progress."""
         now = Failures(failure.step) if failure.step > self.step else self
         if failure.cause is Cause.ELSEWHERE:
             return now

@@ -18,12 +18,14 @@ from paceline.services.common.tasks import end_tasks, is_cancelled
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 
 ANSWER_SECONDS = 2.0
-"""Longest time of a message, in seconds. Later hints for the same host wait for its end, and go in the next one."""
+"""Deadline of a message with hints, in seconds. Later hints for the same host wait for its end and are sent in the next
+message."""
 MOST_WAITING = 4096
-"""Largest number of contexts whose hints wait to be sent to a host. Older ones are dropped, because a hint is no
-promise."""
+"""Largest number of contexts whose hints wait to be sent to a host. Beyond it, the oldest hints are dropped: losing a
+hint does no harm but a cache miss."""
 MOST_WAITING_BYTES = 16 << 20
-"""Largest number of bytes of these contexts' hashes, one for each token. A message of this size is accepted."""
+"""Largest total size of the hashes of contexts that wait for one host, in bytes. There is a hash for each token. Hosts
+accept a message of this size."""
 
 log = logging.getLogger(__name__)
 
@@ -43,21 +45,21 @@ class WaitingHints:
 
 
 class HintSender:
-    """Sends hints in batches, until `close`. A host that does not answer keeps no other one waiting.
+    """Sends hints in batches, until `close`. A host that does not answer does not delay hints for other hosts.
 
     Args:
-        host: a function that returns the kvtransfer service of a host; None if it is not known.
+        host: a function that returns the kvtransfer service of a host by its id; None if the host is not known.
     """
 
     def __init__(self, host: Callable[[str], RemoteWorker | None]) -> None:
         self._host = host
         self._waiting: defaultdict[str, WaitingHints] = defaultdict(WaitingHints)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By host: the task that sends to it, while there are hints for it."""
+        """The task that sends hints to a host, by host id, while there are hints for the host."""
         self._is_closed = False
 
     async def close(self) -> None:
-        """Drop all hints that were not sent, and further ones."""
+        """Drop all hints that were not sent. Hints that are queued after this are dropped, too."""
         self._is_closed = True
         await end_tasks(*self._tasks.values())
 
@@ -65,7 +67,7 @@ class HintSender:
         """Queue hints about a context.
 
         Args:
-            layouts: fingerprints of KV layouts by the ids of the hosts that get the hints.
+            layouts: the hosts that get the hints, by their ids, with the fingerprint of each host's KV layout.
         """
         most = max((hint.tokens for hint in hints), default=0) // BASE_TOKENS
         for host_id, layout in layouts.items() if most and not self._is_closed else ():

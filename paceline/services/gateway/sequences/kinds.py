@@ -1,4 +1,4 @@
-"""Kinds of work: how each one is placed and run. A new kind needs an entry in `KINDS`."""
+"""Kinds of work, such as generating: how each kind is placed and run. A new kind needs an entry in `KINDS`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.services.gateway.sequences.worker_call import (
 
 
 class ComputeAttempt(AnyAttempt):
-    """One attempt at work that needs no decoding. It is one call to one worker.
+    """One attempt at work that needs no decoding. It consists of one call to one worker.
 
     Run ─▶ Opened ─▶ PromptLogprobs… ─▶ Computed
     """
@@ -59,7 +59,7 @@ class ComputeAttempt(AnyAttempt):
                     raise out_of_turn(self._worker)
 
     def leave(self) -> None:
-        """Do nothing: a draining worker finishes this work, because another one would have to repeat most of it."""
+        """Do nothing: a draining worker finishes this work. Another worker would have to repeat nearly all of it."""
 
     async def _read(self, seconds: float) -> worker_pb2.ComputeEvent:
         try:
@@ -75,15 +75,15 @@ class ComputeAttempt(AnyAttempt):
 
 @dataclass(frozen=True, slots=True)
 class KindOfWork:
-    """The treatment of one kind of work by the gateway."""
+    """The functions with which the gateway places and runs one kind of work."""
 
     place: Callable[[Need, Iterable[Candidate]], Placement | None]
-    """A function that returns the cheapest placement."""
+    """A function that returns the cheapest placement; None if no worker can take the work now."""
     place_in_turn: Callable[[Need, Iterable[Candidate], int], Placement | None]
-    """A function that returns placements in rotation; its last argument is the number of the turn."""
+    """A function that returns placements in rotation, for round-robin; its last argument is the number of the turn."""
     attempt: type[AnyAttempt]
     decodes: bool
-    """Whether a decode worker is needed."""
+    """Whether this kind of work needs a decode worker."""
 
 
 KINDS: dict[Kind, KindOfWork] = {

@@ -1,4 +1,4 @@
-"""The gateway's side of admission control: what sequences and events of their attempts tell it."""
+"""The gateway's side of admission control: passes it the demands of sequences and the events of their attempts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FULL = "more requests would make tokens come later than the objectives of runnin
 
 
 class LoadControl:
-    """Makes claims of sequences, and measures their attempts.
+    """Makes the claims of sequences on the queue, and measures their attempts for admission control.
 
     Args:
-        shedder: gets the times to first token.
+        shedder: the load shedder, to which measured times to first token are passed.
         fleet: the workers.
-        queue_seconds: the longest time in the queue.
-        classes: the objectives and weights, by class.
+        queue_seconds: longest wait in the queue, in seconds.
+        classes: objectives and weights of each request class.
     """
 
     def __init__(self, shedder: LoadShedder, fleet: Fleet, queue_seconds: float, classes: Classes = NO_CLASSES) -> None:
@@ -39,11 +39,11 @@ class LoadControl:
         return None if worker is None else worker.candidate(0.0)
 
     def claim(self, sequence: SequenceRun, cached: Callable[[], Mapping[str, int]], deadline: float) -> QueueClaim:
-        """Return what a sequence tells the queue.
+        """Return a sequence's claim on the queue.
 
         Args:
-            cached: returns for each host id how many of its tokens are cached there.
-            deadline: when the sequence is given up, on time.monotonic().
+            cached: a function that returns how many tokens of the sequence each host has cached, by host id.
+            deadline: instant at which the sequence is given up, on time.monotonic().
         """
         again = sequence.trace.admitted is not None
         plan, prompt = sequence.plan, sequence.prompt
@@ -77,10 +77,10 @@ class LoadControl:
     def hear(
         self, sequence: SequenceRun, worker: RemoteWorker | None, attempt_trace: AttemptTrace, event: object
     ) -> None:
-        """Measure an event of an attempt, after `sequence` has noted it.
+        """Pass the measurements of an attempt's event to admission control. Call this after `SequenceRun.note`.
 
         Args:
-            worker: the decode worker; None if there is none.
+            worker: the decode worker; None if the work needs no decoding.
         """
         if not isinstance(event, Generated):
             return
@@ -95,5 +95,5 @@ class LoadControl:
             self.control.note_gap(worker.member.worker_id, requests, gap, sequence.plan.request_class, now)
 
     def end(self, sequence: SequenceRun) -> None:
-        """Measure a sequence that has ended with its whole answer."""
+        """Pass the length of a complete answer to admission control. Call this when the sequence has ended."""
         self.control.note_answer(sequence.plan.owner, len(sequence.generated))

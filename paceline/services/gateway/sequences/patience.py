@@ -1,4 +1,4 @@
-"""The gateway's patience with a sequence, and the errors that say why it was given up."""
+"""The rules by which the gateway gives up a sequence, and the errors that say why a sequence was given up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerDrainingError, WorkerFailedError
 
 BACKGROUND_SECONDS = 86400.0
-"""Longest life of a sequence of the background, in seconds. Its caller has a deadline of its own."""
+"""Longest life of a background sequence, in seconds. Its caller, such as a batch, has a deadline of its own."""
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +27,9 @@ def life_seconds(request_seconds: float, wanted: float | None, background: bool)
     """Return the longest life of a request from its arrival, in seconds.
 
     Args:
-        request_seconds: the longest life of all requests of clients.
-        wanted: time after which the client gives up; None if it did not say.
-        background: whether the request is one of the background.
+        request_seconds: longest life of any client's request, in seconds.
+        wanted: seconds after which the client gives up; None if the client did not say.
+        background: whether it is a background request, which no client waits for.
     """
     if background:
         return BACKGROUND_SECONDS
@@ -37,10 +37,10 @@ def life_seconds(request_seconds: float, wanted: float | None, background: bool)
 
 
 class Patience:
-    """The limits of one gateway. Deadlines are on time.monotonic().
+    """Decides which sequences of one gateway are given up, and when. Deadlines are on time.monotonic().
 
     Args:
-        sequences: counts the sequences that this gateway runs.
+        sequences: the counter of sequences that this gateway runs.
     """
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, sequences: InUse) -> None:
@@ -49,19 +49,19 @@ class Patience:
         self._sequences = sequences
         self._aborted = False
         self._heard = 0
-        """Tokens of all sequences that have come from workers."""
+        """Number of tokens of all sequences that have come from workers since the start."""
 
     def abort(self) -> None:
-        """Go on with no sequence from now on: `check` fails with LeavingError."""
+        """Let all sequences end: `check` raises LeavingError from now on."""
         self._aborted = True
 
     def hear(self, event: Event) -> None:
-        """Count the tokens of an event that has come from a worker."""
+        """Count the tokens of an event from a worker, because they show that sequences make progress."""
         if isinstance(event, Generated):
             self._heard += len(event.tokens)
 
     def begin_attempt(self, sequence: SequenceRun) -> float:
-        """Note that an attempt begins. Return the sequence's deadline."""
+        """Note that an attempt begins. Return the instant at which the sequence is given up."""
         sequence.advance(AttemptQueued(self._heard_of_others(sequence)))
         return self._deadline(sequence)
 
@@ -71,7 +71,7 @@ class Patience:
         """Record a failed attempt of a sequence.
 
         Args:
-            begun: whether the attempt's workers had begun.
+            begun: whether a worker may have begun the attempt. Otherwise the failure does not count.
         """
         worker, progress = error.worker.member.worker_id, sequence.progress
         failure = Failure(
@@ -92,7 +92,7 @@ class Patience:
             log.warning("attempt %d failed %s: %s", progress.attempts, sequence.place(), error)
 
     def check(self, sequence: SequenceRun) -> None:
-        """Raise UnavailableError if the sequence is to be given up, and LeavingError if the gateway ends."""
+        """Raise UnavailableError if the sequence has to be given up now, and LeavingError if the gateway ends."""
         if self._aborted:
             raise LeavingError
         progress, now = sequence.progress, time.monotonic()

@@ -11,66 +11,67 @@ from paceline.services.gateway.sequences.failures import Cause, Failure, Failure
 
 @dataclass(frozen=True, slots=True)
 class AttemptQueued:
-    """An attempt begins to wait for workers."""
+    """Event: an attempt begins to wait for workers."""
 
     heard: int
-    """Tokens of other sequences that this gateway has received up to now."""
+    """Number of tokens of other sequences that this gateway has received since its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaited:
-    """A worker is ready, so that the sequence may join the queue."""
+    """Event: a worker is ready, so the sequence may join the queue."""
 
     seconds: float
-    """Seconds of `--queue-seconds` that the sequence has used up in all, because no worker was ready."""
+    """Part of `--queue-seconds` that the sequence has spent waiting for a ready worker, in all its attempts, in
+    seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class NobodyFound:
-    """A search for workers has found none that has room."""
+    """Event: a search has found no worker that has room for the sequence."""
 
     at: float
     is_busy: bool
-    """Whether a worker might have room later."""
+    """Whether a worker that fits the sequence exists and might have room later."""
     is_left_behind: bool
     """Whether there are workers, but none with the weights that computed the first results."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptAsked:
-    """Workers are asked to admit an attempt."""
+    """Event: workers are asked to admit an attempt."""
 
     generated: int
-    """Tokens that earlier attempts have generated."""
+    """Number of tokens that earlier attempts have generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptAdmitted:
-    """Workers have admitted the attempt."""
+    """Event: workers have admitted the attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeft:
-    """The sequence leaves a worker that drains. This is no failure."""
+    """Event: the sequence leaves a worker that drains. It does not count as a failure."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """An attempt has failed on a worker."""
+    """Event: an attempt has failed on a worker."""
 
     at: float
     failure: Failure
     worker_id: str
     reason: str
     is_of_link: bool = False
-    """Whether a link between hosts failed, so that the worker may serve the sequence with other ones."""
+    """Whether a link between hosts failed. Then the worker may serve the sequence together with workers elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodingRefused:
-    """No worker had room for an encoding."""
+    """Event: no worker had room for an encoding of the sequence."""
 
     at: float
 
@@ -93,34 +94,35 @@ ProgressEvent: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceProgress:
-    """Everything that a sequence has come to, but its tokens, which it keeps in lists."""
+    """The progress of a sequence. Its tokens are not here but in lists of `SequenceRun`."""
 
     failed_at: float
-    """When the last failure came that may count; before any failure, when the sequence arrived."""
+    """Instant of the last failure that may count against the sequence; its arrival if there was no failure."""
     waited: float = 0.0
-    """Seconds of `--queue-seconds` that it has used up so far, because no worker was ready."""
+    """Part of `--queue-seconds` that the sequence has spent waiting for a ready worker so far, in seconds."""
     attempts: int = 0
-    """Attempts that have been started, including those that no worker admitted."""
+    """Number of attempts that have been started, including attempts that no worker admitted."""
     generated_before: int = 0
-    """Tokens that had come before the current attempt."""
+    """Number of tokens that earlier attempts have generated."""
     heard_before: int = 0
-    """Tokens of other sequences that this gateway had received when the current attempt began."""
+    """Number of tokens of other sequences that this gateway had received when the current attempt began."""
     scored: int = 0
-    """Prompt tokens whose logprobs have come."""
+    """Number of prompt tokens whose logprobs have come."""
     failures: Failures = Failures()
     """Failed attempts that count against the sequence."""
     failed_on: str = ""
-    """Id of the worker of the last failure that may count."""
+    """Id of the worker at the last failure that may count against the sequence; "" if there was none."""
     failed: frozenset[str] = frozenset()
     """Ids of workers on which an attempt failed."""
     last_failure: str = ""
-    """Why the last attempt failed; "" if none has. The error itself knows the sequence by its traceback."""
+    """Reason why the last attempt failed; "" if no attempt has failed. Only the text is kept, because the error's
+    traceback would keep the sequence in memory."""
     unreachable_since: float | None = None
-    """When it began to wait for a worker to come back; None while workers are only full."""
+    """Instant since which no worker that fits the sequence can be reached; None if such workers exist but are full."""
     is_left_behind: bool = False
     """Whether the last search found workers, but none with the weights that computed the first results."""
     refused_since: float | None = None
-    """When workers began to refuse an encoding for lack of room; None if tokens came since."""
+    """Instant since which workers have refused an encoding for lack of room; None if tokens have come since then."""
 
     def after(self, event: ProgressEvent) -> SequenceProgress:
         """Return the progress after an event."""

@@ -7,13 +7,16 @@ import numpy as np
 from paceline.services.gateway.planning.schemas import RepetitionDetection
 
 REPETITION = "repetition"
-"""The finish reason of such an answer, as in vLLM."""
+"""The finish reason of an answer that repeats itself, as in vLLM."""
 
 
 class RepetitionDetector:
-    """Finds out whether a pattern of tokens comes at the end of an answer as often as `wanted` says.
+    """Detects that an answer ends with the same pattern of tokens several times in a row.
 
-    The work for a token is in proportion to the number of sizes that a pattern may have.
+    The computation for a token grows linearly with the number of pattern sizes.
+
+    Args:
+        wanted: smallest and largest size of a pattern, in tokens, and the repetitions that it takes.
     """
 
     def __init__(self, wanted: RepetitionDetection) -> None:
@@ -21,13 +24,13 @@ class RepetitionDetector:
         sizes = np.arange(self._least, self._most + 1)
         self._needed = sizes * min(wanted.min_count - 1, 1 << 40)
         self._runs = np.zeros_like(sizes)
-        """For each size, how many tokens at the end equal the token one pattern before them."""
+        """For each pattern size: how many tokens at the end of the answer equal the token `size` positions earlier."""
         self._recent = np.full(2 * self._most, -1)
-        """The latest tokens, which end at `_end`."""
+        """Buffer of the latest tokens. The newest token is in front of the index `_end`."""
         self._end = self._most
 
     def push(self, token_id: int) -> bool:
-        """Take the next token. Return whether the answer repeats itself now."""
+        """Append the next token. Return whether the answer now ends with a pattern that is repeated often enough."""
         recent, most = self._recent, self._most
         before = recent[self._end - most : self._end - self._least + 1]
         self._runs = (self._runs + 1) * (before[::-1] == token_id)

@@ -1,7 +1,7 @@
 """The life of one sequence: it waits, an attempt runs, and the next attempt goes on if a worker fails or drains.
 
-The gateway owns the sequence. A worker may end at any moment; then a new attempt starts from the tokens that have come
-already. Sampling is a function of (seed, position) alone, so the client sees no difference.
+The gateway owns the sequence. A worker may end at any moment; then a new attempt goes on from the tokens that have come
+already. Random numbers of sampling depend on seed and position alone, so the client sees no difference.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from paceline.services.gateway.sequences.traffic import TrafficBook
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 
 REFUSED_SECONDS = (0.1, 0.4)
-"""The shortest and longest time before the next attempt if no worker had room for an encoding, in seconds."""
+"""Shortest and longest delay before the next attempt, in seconds, if no worker had room for an encoding. The delay is
+random between the two."""
 
 log = logging.getLogger(__name__)
 
 
 class SequenceRunner:
-    """A runner of sequences on a fleet.
+    """Runs sequences on the workers of a fleet.
 
     Args:
         count_refusal: called with the class of a request that is refused, and the reason.
-        announce: called when the first request begins to wait because no worker is ready.
+        announce: called when a request begins to wait for a ready worker while no other request does.
         observe_search: called after each search for workers with its CPU time in seconds.
     """
 
@@ -77,9 +78,9 @@ class SequenceRunner:
         self.traffic = TrafficBook()
         self.worker_wait = WorkerWait(fleet, config.max_waiting, config.queue_seconds, count_refusal, announce)
         self.sequences = InUse()
-        """Sequences that wait or run."""
+        """Count of the sequences that wait or run."""
         self._background = 0
-        """Number of sequences of the background among these."""
+        """Number of background sequences among these."""
         self._attempts = RunningAttempts()
         self._patience = Patience(config, fleet, self.sequences)
         self.starter = AttemptStarter(
@@ -88,17 +89,17 @@ class SequenceRunner:
 
     @property
     def client_sequences(self) -> int:
-        """Number of sequences of clients that wait or run."""
+        """Number of sequences that wait or run for clients; background sequences do not count."""
         return self.sequences.count - self._background
 
     @property
     def waiting(self) -> int:
-        """Number of sequences, and of requests that are not planned yet, that wait for a worker."""
+        """Number of sequences that wait for a worker, plus requests that wait for one before they can be planned."""
         return len(self.queue) + len(self.worker_wait)
 
     @property
     def running(self) -> int:
-        """Number of sequences that do not wait for a worker."""
+        """Number of sequences that workers have admitted and that have not ended."""
         return self.sequences.count - (self.waiting - self.traffic.unplanned_requests)
 
     def abort(self) -> None:
@@ -109,12 +110,13 @@ class SequenceRunner:
         self.queue.wake()
 
     async def run(self, sequence: SequenceRun, take: Callable[[Event], object]) -> None:
-        """Run a sequence and give its events to `take`, Ended last. An exception of `take` ends the sequence.
+        """Run a sequence and call `take` with each event; the last one is Ended. An error of `take` ends the sequence.
 
         Raises:
-            InvalidRequestError: no worker can ever serve this.
-            BusyError: there was no room in time.
-            UnavailableError: no worker came in time, the request failed too often, took too long, or the gateway ends.
+            InvalidRequestError: no worker can ever serve this sequence.
+            BusyError: no worker had room in time.
+            UnavailableError: no worker was ready in time, the sequence failed too often or took too long, or the
+                gateway ends.
         """
         with self.sequences.running(), self._counted(sequence), self.traffic.counted(sequence):
             while True:
@@ -156,7 +158,7 @@ class SequenceRunner:
             self._background -= sequence.plan.background
 
     async def _wait_for_encoder(self, sequence: SequenceRun) -> None:
-        """Wait before the next attempt, which is not counted. Raises BusyError if workers have refused for too long."""
+        """Wait before the next attempt. Raises BusyError if workers have refused an encoding for too long."""
         now = time.monotonic()
         sequence.advance(EncodingRefused(now))
         if now >= (sequence.progress.refused_since or now) + self._config.queue_seconds:
@@ -169,7 +171,7 @@ class SequenceRunner:
         await asyncio.sleep(random.uniform(*REFUSED_SECONDS))
 
     def expect(self, sequence: SequenceRun, hints: Sequence[Hint]) -> None:
-        """Tell the hosts on which a sequence has run about the next use of its context."""
+        """Send hints about the next use of a sequence's context to the hosts on which the sequence has run."""
         if hints:
             self.hints.put(self._fleet.layouts_of(sequence.trace.workers), sequence.context, hints)
 
@@ -185,7 +187,7 @@ class SequenceRunner:
             self.queue.wake()
 
     def follow_fleet(self) -> None:
-        """Notice what has changed in the fleet, after each refresh of it."""
+        """Act on changes of the fleet, such as draining workers. Call this after each refresh of the fleet."""
         self._load.control.keep(self._fleet.worker_ids())
         self._attempts.leave_draining_workers(self._fleet)
 

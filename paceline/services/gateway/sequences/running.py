@@ -1,4 +1,4 @@
-"""The requests that run now, by their owners and the ids that their clients know, and the attempts."""
+"""Registries of the requests that run now, by the ids that clients know, and of the attempts that run now."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from paceline.services.gateway.sequences.sequence import SequenceRun
 
 
 class RunningRequests:
-    """The running requests of one gateway. Several may have one id, because clients choose ids."""
+    """The running requests of one gateway. Several requests may have the same id, because clients choose ids."""
 
     def __init__(self) -> None:
         self._running: dict[str, list[tuple[str, Callable[[], None]]]] = {}
-        """For each id the owner of each request, and the function that ends it."""
+        """The requests with each id: a request's owner, and the function that ends the request."""
 
     @contextlib.contextmanager
     def running(self, request_id: str, owner: str, abort: Callable[[], None]) -> Iterator[None]:
-        """Make a request known while the context is open.
+        """Keep a request in the registry while the context is open, so that `abort` finds it.
 
         Args:
             owner: the digest of the caller's key; "" if the caller has none.
-            abort: ends the request; does nothing if it has ended.
+            abort: function that ends the request; it does nothing if the request has ended.
         """
         own = owner, abort
         requests = self._running.setdefault(request_id, [])
@@ -39,7 +39,7 @@ class RunningRequests:
                 del self._running[request_id]
 
     def abort(self, request_id: str, may_end: Callable[[str], bool]) -> None:
-        """End all requests with this id whose owner `may_end` accepts; there may be none."""
+        """End all requests with this id whose owner `may_end` accepts. Do nothing if there is no such request."""
         for owner, abort in self._running.get(request_id, ()):
             if may_end(owner):
                 abort()
@@ -61,12 +61,12 @@ class RunningAttempts:
         attempt.close()
 
     def close(self) -> None:
-        """End the calls of all attempts. Each one fails in the task that runs it, which discards it."""
+        """End the calls of all attempts. Each attempt then fails in the task that runs it, which also discards it."""
         for attempt in list(self._sequences):
             attempt.close()
 
     def leave_draining_workers(self, fleet: Fleet) -> None:
-        """Move sequences from draining decode workers to others, as many as these have room for.
+        """Move sequences from draining decode workers to other workers, as many as the other workers have room for.
 
         A sequence stays if only workers with other numerics or weights have room, because its tokens might change.
         """

@@ -1,4 +1,4 @@
-"""One sequence and its progress, from which the next attempt goes on."""
+"""One sequence with its tokens and its progress. The next attempt goes on from there."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class SequenceRun:
     """
 
     request_id: str
-    """Unique among all sequences that run in the cluster."""
+    """Id of the sequence at workers, unique among all sequences that run in the cluster."""
     plan: Plan
     """The plan of the request. It is kept until the sequence ends, because any attempt may need its media."""
     trace: SequenceTrace = field(default_factory=SequenceTrace)
-    """Its index says which choice of the plan this is."""
+    """The record of the sequence. Its `index` is the index of the sequence among the choices of the plan."""
     span: Span = field(default_factory=get_current_span)
     prompt: PromptPlan = field(init=False)
-    """The prompt, with the choice's own seed."""
+    """The prompt and the sampling of this choice, with a seed of its own."""
     context: Context = field(init=False)
-    """The prompt and all tokens that have come."""
+    """The prompt, followed by all tokens that have been generated."""
     generated: list[int] = field(default_factory=list, init=False)
-    """The tokens that have come."""
+    """The tokens that have been generated."""
     progress: SequenceProgress = field(init=False)
 
     def __post_init__(self) -> None:
@@ -62,15 +62,15 @@ class SequenceRun:
         return asked and self.progress.scored < len(self.prompt.token_ids)
 
     def advance(self, event: ProgressEvent) -> None:
-        """Note an event that is no event of a running attempt; see `note`."""
+        """Record an event between attempts or at their start. `note` takes the events of a running attempt."""
         self.progress = self.progress.after(event)
 
     def work(self, model: str, tails: Sequence[int] = (), ttft_seconds: float | None = None) -> common_pb2.Work:
         """Begin the next attempt and return its work for the workers.
 
         Args:
-            tails: lengths at which requests ended.
-            ttft_seconds: time from now within which the first token is wanted; None if there is no objective.
+            tails: lengths in tokens at which other requests with the same beginning of the context ended.
+            ttft_seconds: time left until the first token is wanted, in seconds; None if there is no objective.
         """
         self.advance(AttemptAsked(len(self.generated)))
         plan, prompt, sampling = self.plan, self.prompt, self.prompt.sampling
@@ -94,7 +94,8 @@ class SequenceRun:
         )
 
     def end(self) -> FinishReason | None:
-        """Return the finish reason that the tokens imply, if a worker failed before it could report it."""
+        """Return the finish reason that the tokens imply; None if the sequence goes on. A worker may have failed after
+        the last token and before it reported the end."""
         if self.plan.kind == common_pb2.WORK_KIND_SCORE:
             return None if self.needs_scores else FinishReason.LENGTH
         sampling = self.prompt.sampling
@@ -105,8 +106,8 @@ class SequenceRun:
     def step(self, attempt_trace: AttemptTrace) -> ProgressStep:
         """Return how far the sequence has got after an attempt.
 
-        The first token of an attempt counts only if others followed. It comes from a prefill worker, so a sequence at
-        which decode workers fail would get on by one token with each attempt.
+        The first token of an attempt counts only if other tokens followed. A prefill worker can send this token, so a
+        sequence that crashes all decode workers would otherwise make one token of progress with each attempt.
         """
         progress, tokens, prompt = self.progress, len(self.generated), len(self.prompt.token_ids)
         decoded = tokens if tokens > progress.generated_before + 1 else progress.failures.step.tokens
@@ -114,11 +115,11 @@ class SequenceRun:
         return ProgressStep(decoded, prompt if self.generated else min(prompt, computed))
 
     def place(self) -> str:
-        """Return where in its answer the sequence is, for messages."""
+        """Return a phrase that says how far the answer has come, for error messages: "after 12 tokens"."""
         return f"after {len(self.generated)} tokens" if self.generated else "before its first token"
 
     def unreachable(self) -> UnavailableError:
-        """Return the error for a sequence if no worker that fits could be reached in time."""
+        """Return the error for a sequence that is given up because no fitting worker could be reached in time."""
         if self.progress.is_left_behind:
             return UnavailableError(
                 f"the request was given up {self.place()}, because no worker has the weights that began its answer: "
@@ -128,7 +129,8 @@ class SequenceRun:
         return UnavailableError(f"{reason}; try again later")
 
     def note(self, event: Event, attempt_trace: AttemptTrace) -> Event | None:
-        """Record an event and return the part that the client has not seen yet; None if there is none."""
+        """Record an event of a running attempt, and return its part that the client has not received yet; None if the
+        client has received all of it."""
         before = self.progress
         self.progress = before.after(event)
         match event:

@@ -18,9 +18,9 @@ from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 
 SEQUENCES_KEPT = 100
-"""Sequences of one request whose traces are kept after it has ended."""
+"""Largest number of sequences of one request whose traces are kept after the request has ended."""
 ATTEMPTS_KEPT = 32
-"""Attempts of a sequence after which further ones that no worker admits are only counted."""
+"""Number of recorded attempts of a sequence beyond which attempts that no worker admitted are only counted."""
 _ABORTED = "the client left, or the request was aborted"
 
 
@@ -34,85 +34,86 @@ class SequenceTrace:
     max_tokens: int = 0
     arrived: float = field(default_factory=time.monotonic)
     tries: list[AttemptTrace] = field(default_factory=list)
-    """The attempts in order. An attempt that failed may not have been admitted, and the last one may still wait."""
+    """The attempts in the order of their starts. A failed attempt may never have been admitted, and the last attempt
+    may still wait."""
     left_out: int = 0
-    """Failed attempts that are not among `tries`."""
+    """Number of failed attempts that are not among `tries`."""
     ended: float | None = None
     outcome: str = ""
-    """The finish reason, "abort" or "error"; empty while the sequence runs."""
+    """How the sequence ended: a finish reason, "abort" or "error"; empty while the sequence runs."""
     why: str = ""
-    """More about the end, for people to read."""
+    """Explanation of the end, for people to read; may be empty."""
     generated_tokens: int = 0
 
     @property
     def admitted(self) -> float | None:
-        """The instant at which the first attempt was admitted."""
+        """Instant at which workers first admitted an attempt; None if they have admitted no attempt."""
         return next((attempt.admitted for attempt in self.tries if attempt.admitted is not None), None)
 
     @property
     def attempts(self) -> int:
-        """Number of attempts that workers were asked for, however these ended; not if the workers only had no room."""
+        """Number of attempts that workers were asked to admit. Attempts for which no worker had room do not count."""
         return self.left_out + sum(attempt.asked is not None for attempt in self.tries)
 
     @property
     def outcomes(self) -> Counter[str]:
-        """Number of attempts that have ended, by outcome."""
+        """Number of attempts that have ended, by their outcome."""
         return Counter({"failed": self.left_out}) + Counter(
             attempt.outcome for attempt in self.tries if attempt.outcome
         )
 
     @property
     def numerics_changes(self) -> int:
-        """Number of attempts that workers admitted although their numerics differ from those before."""
+        """Number of attempts that were admitted by workers whose numerics differ from those of the attempts before."""
         return sum(attempt.admitted is not None and bool(attempt.numerics_changes) for attempt in self.tries)
 
     @property
     def computed_with(self) -> Numerics | None:
-        """Numerics of the worker that computed the prompt for the first results; None if none came, or if unknown."""
+        """Numerics of the worker that computed the prompt for the first results; None if unknown or without results."""
         computing = (attempt.prefill or attempt.decode for attempt in self.tries if attempt.tokens or attempt.scores)
         return next((worker.numerics for worker in computing if worker is not None), None)
 
     @property
     def weights(self) -> str:
-        """`Member.weights` of the worker that computed the first results; "" if none came, or if unknown."""
+        """`Member.weights` of the worker that computed the first results; "" if unknown or without results."""
         computing = (attempt.prefill or attempt.decode for attempt in self.tries if attempt.tokens or attempt.scores)
         return next((worker.weights for worker in computing if worker is not None and worker.weights), "")
 
     @property
     def decoded_with(self) -> Numerics | None:
-        """Numerics of the decode worker that sent the newest tokens; None if none did, or if unknown."""
+        """Numerics of the decode worker that sent the newest tokens; None if unknown or without such tokens."""
         decoding = (attempt.decode for attempt in reversed(self.tries) if attempt.decode_tokens)
         return next((worker.numerics for worker in decoding if worker is not None), None)
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the first attempt found in the cache."""
+        """Number of prompt tokens that were cached for the first admitted attempt."""
         return next((attempt.cached_tokens for attempt in self.tries if attempt.admitted is not None), 0)
 
     @property
     def preemptions(self) -> int:
-        """Times that it lost its blocks at a worker and had to compute them again, as far as its workers told."""
+        """Number of times that a worker preempted the sequence, which then recomputed its blocks, as workers report."""
         return sum(attempt.effort.preemptions for attempt in self.tries if attempt.effort is not None)
 
     @property
     def token_times(self) -> list[float]:
-        """The instants at which messages with tokens came."""
+        """Instants at which messages with tokens came, over all attempts."""
         return list(itertools.chain.from_iterable(attempt.token_times for attempt in self.tries))
 
     @property
     def token_counts(self) -> list[int]:
-        """Number of tokens in each message with tokens."""
+        """Number of tokens in each message with tokens, over all attempts."""
         return list(itertools.chain.from_iterable(attempt.token_counts for attempt in self.tries))
 
     @property
     def handed_over(self) -> float | None:
-        """The instant at which a decode worker was last told that the blocks are filled."""
+        """Instant at which a decode worker was last told that the blocks are filled; None if that never happened."""
         told = (attempt.handed_over for attempt in reversed(self.tries))
         return next((instant for instant in told if instant is not None), None)
 
     @property
     def workers(self) -> tuple[str, str]:
-        """Ids of the prefill and decode worker that admitted it last; "" if there is none."""
+        """Ids of the prefill worker and the decode worker that last admitted the sequence; "" for a missing worker."""
         taken = [attempt for attempt in self.tries if attempt.admitted is not None]
         return taken[-1].worker_ids if taken else ("", "")
 
@@ -120,7 +121,7 @@ class SequenceTrace:
         """Record that an attempt begins to wait, and return its trace.
 
         Args:
-            ahead: number of sequences that wait already.
+            ahead: number of sequences that wait in front of this one.
         """
         attempt = AttemptTrace(
             ahead=ahead, computed_with=self.computed_with, decoded_with=self.decoded_with, weights=self.weights
@@ -132,17 +133,17 @@ class SequenceTrace:
         return attempt
 
     def end_attempt(self, outcome: str, why: str) -> None:
-        """Record the end of the last attempt with that of the sequence.
+        """Record the end of the last attempt, because the sequence ends.
 
         Args:
-            outcome: the finish reason, "abort" or "error".
+            outcome: how the sequence ends: a finish reason, "abort" or "error".
         """
         if self.tries:
             own = {"abort": "cancelled", "error": "failed"}.get(outcome, "finished")
             self.tries[-1].end(own, why or (_ABORTED if outcome == "abort" else ""))
 
     def end(self, outcome: str, why: str, generated_tokens: int) -> None:
-        """Record the end. Call this after everything that reads `token_times` or `token_counts`, which it drops."""
+        """Record the sequence's end and drop nearly all of `token_times` and `token_counts`. Read both lists before."""
         self.ended, self.outcome, self.why, self.generated_tokens = time.monotonic(), outcome, why, generated_tokens
         for attempt in self.tries:
             attempt.close()
@@ -150,35 +151,35 @@ class SequenceTrace:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestTrace:
-    """One request of a client: its parameters, and what happened to its sequences. It has no text of the client."""
+    """Record of one request: its parameters and the traces of its sequences. It contains no text of the client."""
 
     request_id: str
-    """The id in the response. If the client chose it, earlier requests may have the same one."""
+    """Id of the request in the response. Requests may have the same id, because clients may choose it."""
     own_id: str
-    """Unique in the cluster. Workers know sequences by it; see `sequence_id`."""
+    """Id that is unique in the cluster. The ids by which workers know its sequences begin with this id."""
     session_id: str
-    """The client's name of the conversation; "" if there is none."""
+    """Name that the client gives to the conversation; "" if it gives none."""
     endpoint: str
     streamed: bool
     asked: dict[str, Any]
-    """The parameters of sampling."""
+    """The request's sampling parameters by name, without texts of the client."""
     sequences: int
     owner: str
-    """Who may see it: the digest of the caller's key; "" if the caller has none."""
+    """Owner, who may see the trace: the digest of the caller's API key; "" if the caller has no key."""
     model: str
-    """Name of the model."""
+    """Name of the model in the API."""
     arrived: float
-    """When the request arrived, on time.monotonic(). `clock` is the same as date and time."""
+    """Instant at which the request arrived, on time.monotonic(). `clock` is the same instant as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
     traces: list[SequenceTrace] = field(default_factory=list)
-    """Traces of sequences that have begun, in the order of their beginning."""
+    """Traces of the sequences that have begun, in the order in which they began."""
     left_out: int = 0
-    """Number of sequences whose traces were dropped at the end."""
+    """Number of sequences whose traces were dropped when the request ended."""
     ended: float | None = None
     outcome: str = ""
-    """One of "finished", "failed", "aborted" and "client gone"; empty while it runs."""
+    """How the request ended: "finished", "failed", "aborted" or "client gone"; empty while it runs."""
     is_aborted: bool = False
-    """Whether it was ended by its id."""
+    """Whether the request was ended by a call that names its id."""
 
     @staticmethod
     def of(plan: Plan, scope: RequestScope, *, endpoint: str, model: str, streamed: bool) -> RequestTrace:
@@ -197,11 +198,15 @@ class RequestTrace:
         )
 
     def sequence_id(self, index: int) -> str:
-        """Return the id by which workers know a sequence, in the keys of leases and in logs."""
+        """Return the id that a sequence has at workers: in the keys of leases and in logs.
+
+        Args:
+            index: index of the sequence among the request's choices.
+        """
         return self.own_id if self.sequences == 1 else f"{self.own_id}-{index}"
 
     def begin(self, index: int, prompt_tokens: int, max_tokens: int) -> SequenceTrace:
-        """Record that a sequence begins. Returns its trace, which is filled in while it runs."""
+        """Record that a sequence begins, and return its trace, which is filled in while the sequence runs."""
         trace = SequenceTrace(index, prompt_tokens, max_tokens)
         self.traces.append(trace)
         return trace
@@ -222,7 +227,8 @@ class RequestTrace:
 
 
 def _asked(plan: Plan) -> dict[str, Any]:
-    """Return parameters that all sequences share, without texts: a constraint may be long, a stop string private."""
+    """Return the sampling parameters that all sequences share, without texts: a constraint may be long, and a stop
+    string may be private."""
     sampling = plan.prompts[0].sampling
     constraint = sampling.constraint
     return {

@@ -15,7 +15,7 @@ from paceline.services.common.wire import distribution_to_pb
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 MOST_CLASSES = 16
-"""Classes that are counted apart. Requests of further ones count as the default class."""
+"""Largest number of classes that are counted separately. Requests of further classes count as the default class."""
 
 
 @dataclass(slots=True)
@@ -36,26 +36,26 @@ class _Totals:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A sequence that has not ended, and how much of its trace is counted already."""
+    """A sequence that has not ended, and the part of its trace that is counted already."""
 
     sequence: SequenceRun
     totals: _Totals
     is_admitted: bool = False
     attempt: int = 0
-    """Index of the attempt whose tokens are counted next, and the number of its messages that are counted."""
+    """Index of the attempt whose tokens are counted next. `messages` of its messages are counted already."""
     messages: int = 0
     last: float | None = None
-    """When the newest counted message came, on time.monotonic()."""
+    """Instant at which the newest counted message came, on time.monotonic(); None if no message is counted yet."""
 
     def waits_since(self) -> float | None:
-        """Return when the sequence began to wait for a worker; None if it does not wait."""
+        """Return the instant at which the sequence began to wait for a worker; None if it does not wait."""
         tries = self.sequence.trace.tries
         if not tries:
             return self.sequence.trace.arrived
         return tries[-1].queued if tries[-1].admitted is None else None
 
     def count(self) -> None:
-        """Count what is new in the trace. The latencies of a long answer count while it comes."""
+        """Count new entries of the trace, so that the latencies of a long answer count before the answer ends."""
         trace, totals = self.sequence.trace, self.totals
         if not self.is_admitted and trace.admitted is not None:
             self.is_admitted = True
@@ -83,11 +83,11 @@ class TrafficBook:
         self._classes: dict[str, _Totals] = {DEFAULT: _Totals()}
         self._running: set[_Running] = set()
         self._unplanned: dict[object, float] = {}
-        """When requests that wait for a worker before they can be planned began to wait, on time.monotonic()."""
+        """Instant at which each unplanned request began to wait for a worker, on time.monotonic()."""
 
     @contextlib.contextmanager
     def counted(self, sequence: SequenceRun) -> Iterator[None]:
-        """Count a sequence, from its arrival to its end."""
+        """Count a sequence while the context is open: its arrival, its latencies and its end."""
         running = _Running(sequence, self._totals(sequence))
         totals = running.totals
         totals.arrivals += 1
@@ -110,7 +110,8 @@ class TrafficBook:
 
     @contextlib.contextmanager
     def unplanned(self) -> Iterator[None]:
-        """Count a request that waits for a worker before it can be planned, because the worker says what fits."""
+        """Count a request as waiting, while the context is open, that cannot be planned before a worker is ready: the
+        worker determines how long a context may be."""
         token = object()
         self._unplanned[token] = time.monotonic()
         try:
@@ -120,11 +121,11 @@ class TrafficBook:
 
     @property
     def unplanned_requests(self) -> int:
-        """Number of requests that wait before they can be planned."""
+        """Number of requests that wait for a worker before they can be planned."""
         return len(self._unplanned)
 
     def report(self) -> TrafficReport:
-        """Return all totals, and how many sequences wait now."""
+        """Return all totals since the start, with the number of sequences of each class that wait now."""
         now = time.monotonic()
         for running in self._running:
             running.count()

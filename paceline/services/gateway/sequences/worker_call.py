@@ -1,4 +1,4 @@
-"""Calls to workers. gRPC errors become errors of the gateway, and a long silence is an error."""
+"""Calls to workers. gRPC errors are converted to errors of the gateway, and a long silence of a worker is an error."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.candidates import Link
 
 ADMIT_SECONDS = 10.0
-"""Deadline of the answer to an admission, in seconds. A worker computes nothing for it, so it comes soon."""
+"""Deadline of a worker's answer to an admission, in seconds. The worker computes nothing before it answers."""
 QUIET_SECONDS = 1.0
-"""Interval of health checks while a worker does not answer an admission, in seconds. Most answers come within
+"""Interval of health checks while a worker has not answered an admission, in seconds. Answers usually come within
 milliseconds, but a healthy worker that reads a large grammar takes longer."""
 
 Answer = TypeVar("Answer")
@@ -44,9 +44,9 @@ class WorkerFailedError(UnavailableError):
     """An attempt ended without a result. Another attempt may succeed.
 
     Args:
-        unreachable: whether the worker itself seems to be gone, rather than to have failed at this request.
-        link: the hosts between which blocks could not be moved, if this was the reason.
-        lost_blocks: whether the worker lost the request's blocks, because the kvtransfer of its host ended.
+        unreachable: whether the worker itself seems to be gone; false if it answered with an error.
+        link: the hosts between which blocks could not be moved; None if the failure has another reason.
+        lost_blocks: whether the worker lost the request's blocks because the kvtransfer process of its host ended.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class WorkerFailedError(UnavailableError):
 
 
 class WorkerDrainingError(WorkerFailedError):
-    """A worker drains, so it has refused an attempt or the attempt leaves it. The sequence goes on elsewhere, and no
-    attempt is counted."""
+    """A worker drains, so it has refused an attempt, or the attempt leaves the worker. The sequence goes on elsewhere,
+    and this does not count as a failure."""
 
     def __init__(self, worker: RemoteWorker) -> None:
         super().__init__(f"{worker} drains", worker, unreachable=False)
@@ -79,7 +79,7 @@ class WorkerCall:
     """One gRPC call to a worker.
 
     Args:
-        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
+        link: the hosts between which the worker moves blocks; None if it moves none. Named in errors of transfers.
     """
 
     def __init__(self, call: Any, worker: RemoteWorker, link: Link | None) -> None:
@@ -89,7 +89,11 @@ class WorkerCall:
         self._link = link
 
     async def read(self, seconds: float | None) -> Any:
-        """Return the next message. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError."""
+        """Return the next message. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError.
+
+        Args:
+            seconds: longest wait for the message, in seconds; None for no limit.
+        """
         try:
             async with asyncio.timeout(seconds):
                 message = await reply_of(self._call.read(), self.worker, self._link)
@@ -117,7 +121,7 @@ async def reply_of(reply: Awaitable[Answer], worker: RemoteWorker, link: Link | 
     """Wait for a worker's reply. Raises WorkerFailedError, WorkerBusyError or InvalidRequestError.
 
     Args:
-        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
+        link: the hosts between which the worker moves blocks; None if it moves none. Named in errors of transfers.
     """
     with own_cancellation(lambda: WorkerFailedError(f"{worker} cancelled the call", worker, True)):
         try:
@@ -145,8 +149,8 @@ def _error_of(error: grpc.aio.AioRpcError, worker: RemoteWorker, link: Link | No
 async def answer(asking: Coroutine[Any, Any, Answer], worker: RemoteWorker) -> Answer:
     """Wait for a worker's answer to an admission, and return it. Raises WorkerFailedError, and the errors of `asking`.
 
-    A worker that hangs (stopped, swapped out, its machine gone) counts as failed soon, because other requests wait for
-    this answer and another worker may have room for this request.
+    A worker that hangs (stopped, swapped out, its machine gone) counts as failed as soon as it misses a health check,
+    because other requests wait for this answer and another worker may have room for this request.
     """
     answer = asyncio.create_task(asking)
     try:
@@ -172,17 +176,17 @@ def out_of_turn(worker: RemoteWorker) -> WorkerFailedError:
 
 
 ENDING_SECONDS = 1.0
-"""Longest time between the last event and the end of the call, in either order, in seconds."""
+"""Longest time between a call's last event and its end, whichever comes first, in seconds."""
 
 
 class DecodeCall:
-    """A call to a decode worker, with the inbox of its events. It must always be closed.
+    """A call to a decode worker, with the inbox of its events. Call `close` at the end in any case.
 
     `admit` and `next` raise WorkerFailedError, WorkerBusyError or InvalidRequestError.
 
     Args:
-        link: the hosts between which the worker moves blocks, if it does; named in the error of a failed transfer.
-        stall_seconds: longest silence before the admission and between events, in seconds.
+        link: the hosts between which the worker moves blocks; None if it moves none. Named in errors of transfers.
+        stall_seconds: seconds without an answer or an event after which the worker counts as failed.
     """
 
     def __init__(self, worker: RemoteWorker, link: Link | None, stall_seconds: float) -> None:
@@ -199,7 +203,11 @@ class DecodeCall:
         self._watch = StallWatch(stall_seconds, lambda: inbox.put(silence(worker, stall_seconds)))
 
     async def admit(self, work: common_pb2.Work, seconds: float) -> worker_pb2.Admitted:
-        """Begin the call, which may last `seconds` at most, and return the answer to the admission."""
+        """Begin the call and return the worker's answer to the admission.
+
+        Args:
+            seconds: longest duration of the whole call, in seconds.
+        """
         patience = min(ADMIT_SECONDS, self._stall_seconds)
         try:
             async with asyncio.timeout(patience):
@@ -229,11 +237,11 @@ class DecodeCall:
         self._inbox.put(WorkerDrainingError(self._worker))
 
     def fail(self, error: Exception) -> None:
-        """Make `next` raise an error after the events that have come."""
+        """Make `next` raise this error after the events that have come."""
         self._inbox.put(error)
 
     def divert(self, take: Callable[[list[Token]], object]) -> None:
-        """Give tokens to `take` as soon as they come; see `Inbox.divert`."""
+        """Call `take` with tokens as soon as they come, instead of keeping them for `next`, as `Inbox.divert` does."""
         watch = self._watch
 
         def heard(tokens: list[Token]) -> None:
@@ -243,7 +251,7 @@ class DecodeCall:
         self._inbox.divert(heard)
 
     async def next(self) -> list[Token] | worker_pb2.DecodeEvent:
-        """Return the next event, or tokens that came with nothing but their ids."""
+        """Return the next event. A list of tokens stands for an event that contains nothing but token ids."""
         if self._inbox.is_empty:
             self._watch.begin()
         event = await self._inbox.get()
@@ -259,11 +267,11 @@ class DecodeCall:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the call has ended. `error` returns the reason."""
+        """Whether the call has ended. `error` returns the reason why."""
         return self._ending is not None and self._ending.done()
 
     def when_ended(self, act: Callable[[], object]) -> None:
-        """Call `act` when the call has ended. Only after `admit`."""
+        """Call `act` when the call has ended. The call must have been admitted by `admit`."""
         assert self._ending is not None
         self._ending.add_done_callback(lambda _: act())
 
@@ -275,12 +283,12 @@ class DecodeCall:
         return (ended and self._ending.exception()) or out_of_turn(self._worker)
 
     async def wait_until_ended(self) -> None:
-        """Wait after the last event until the worker ends the call. To `close` at once would count as an abort."""
+        """Wait after the last event until the worker ends the call. Closing it before would count as an abort."""
         assert self._ending is not None
         await asyncio.wait((self._ending,), timeout=ENDING_SECONDS)
 
     def close(self) -> None:
-        """End the call, if it still runs. From now on `next` fails."""
+        """End the call, if it still runs, and make `next` raise WorkerFailedError from now on."""
         self._watch.close()
         if self._ending is not None:
             self._ending.cancel()
@@ -289,7 +297,7 @@ class DecodeCall:
         self._inbox.put(WorkerFailedError(f"the call to {self._worker} was cancelled", self._worker, True))
 
     def _end(self, ending: asyncio.Task[object]) -> None:
-        """Make `next` fail after the end of the call. The feed has some time to deliver its last events before."""
+        """Make `next` fail, because the call has ended, after a delay in which the feed can deliver its last events."""
         if not ending.cancelled():
             error = ending.exception() or out_of_turn(self._worker)
             assert isinstance(error, Exception)

@@ -1,6 +1,6 @@
 """SQL databases, behind one interface: SQLite with Python's own module, and any other through SQLAlchemy.
 
-Both take statements with parameters such as `:name`.
+All databases take statements with parameters such as `:name`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Protocol
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
 
 BUSY_SECONDS = 10.0
-"""Longest wait for another process that writes to the same SQLite file."""
+"""Longest wait for another process that writes to the same SQLite file, in seconds."""
 CONNECT_SECONDS = 10
-"""Longest wait for a connection to a database server."""
+"""Longest wait for a connection to a database server, in seconds."""
 ANSWER_SECONDS = 60
-"""Longest wait for the answer of a database server."""
+"""Longest wait for the answer of a database server, in seconds."""
 DRIVER_OPTIONS: Mapping[str, Mapping[str, int]] = {
     "psycopg": {"connect_timeout": CONNECT_SECONDS, "tcp_user_timeout": 1000 * ANSWER_SECONDS},
     "pymysql": {
@@ -29,10 +29,10 @@ DRIVER_OPTIONS: Mapping[str, Mapping[str, int]] = {
         "write_timeout": ANSWER_SECONDS,
     },
 }
-"""Arguments of connections by driver. Those that are in the URL, too, have the values of the URL."""
+"""Default arguments of connections, by driver. Arguments in the database's URL take precedence."""
 
 CONFLICTS = frozenset({"40001", "40P01", 1020, 1213})
-"""Codes of conflicts of transactions: in PostgreSQL, and in MySQL and MariaDB."""
+"""Error codes for conflicts between transactions, in PostgreSQL (texts) and in MySQL and MariaDB (numbers)."""
 
 Row = tuple[Any, ...]
 
@@ -41,8 +41,8 @@ class StoreError(UnavailableError):
     """The store cannot be used now.
 
     Args:
-        message: what the client is told.
-        reason: what the database said, for the log. It may name files, hosts and users.
+        message: the message for the client.
+        reason: the database's own message, for the log only, because it may name files, hosts and users.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class StoreError(UnavailableError):
 
 
 class ConflictError(StoreError):
-    """Two transactions stood in each other's way. This one was undone and can run again."""
+    """A transaction conflicted with another one. It has been rolled back and can run again."""
 
 
 class Execute(Protocol):
     """A function that executes one statement."""
 
     def __call__(self, statement: str, parameters: Mapping[str, Any] = ...) -> tuple[list[Row], int]:
-        """Return the rows of a query, and the number of rows that the statement changed."""
+        """Execute a statement. Return the rows of a query, and the number of rows that the statement changed."""
 
 
 class Database(ABC):
-    """A database. It is used by one thread at a time."""
+    """Interface of a database. Only one thread may use it at a time."""
 
     text = "TEXT"
-    """Type of columns with long texts."""
+    """SQL type of columns with long texts."""
     blob = "BLOB"
-    """Type of columns with bytes."""
+    """SQL type of columns with bytes."""
 
     @abstractmethod
     def transaction(self, *, writes: bool = True) -> contextlib.AbstractContextManager[Execute]:
-        """Return a context for statements that take effect together. Raises StoreError.
+        """Return a context for statements that take effect together or not at all. Raises StoreError.
 
         Args:
-            writes: whether statements may change something. One that only reads need not wait for one that writes.
+            writes: whether statements may change data. A transaction that only reads need not wait for one that writes.
         """
 
     @abstractmethod
@@ -128,7 +128,7 @@ def _rows(cursor: sqlite3.Cursor) -> tuple[list[Row], int]:
 
 
 class AlchemyDatabase(Database):
-    """A database of any kind that SQLAlchemy has a driver for. Raises ConfigError if it has none."""
+    """A database of any kind for which SQLAlchemy has a driver. Raises ConfigError if there is no driver."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -146,7 +146,7 @@ class AlchemyDatabase(Database):
         self._statement = sqlalchemy.text
         self._error = sqlalchemy.exc.SQLAlchemyError
         self._first = ""
-        """A statement at the beginning of each transaction; "" if there is none."""
+        """SQL statement that runs first in each transaction; "" if there is none."""
         if self._engine.dialect.name in ("mysql", "mariadb"):
             self.text, self.blob = "LONGTEXT", "LONGBLOB"
         elif self._engine.dialect.name == "postgresql":
@@ -181,7 +181,7 @@ class AlchemyDatabase(Database):
 
 
 def _code(error: Exception) -> object:
-    """Return the code that a database server gave an error of SQLAlchemy; None if there is none."""
+    """Return the database server's error code in an error of SQLAlchemy; None if it has no code."""
     own = getattr(error, "orig", None)
     if (code := getattr(own, "sqlstate", None) or getattr(own, "pgcode", None)) is not None:
         return code
@@ -189,11 +189,11 @@ def _code(error: Exception) -> object:
 
 
 def _check_texts(values: Iterable[Any]) -> None:
-    """Raise InvalidRequestError if a text has a character that PostgreSQL does not store."""
+    """Raise InvalidRequestError if a text contains a character that PostgreSQL cannot store."""
     if any(isinstance(value, str) and "\0" in value for value in values):
         raise InvalidRequestError("names and ids cannot have the character NUL")
 
 
 def open_database(place: str) -> Database:
-    """Return the database at a path or URL. Raises ConfigError if there is no driver for it."""
+    """Return the database at the path of a SQLite file or at a URL. Raises ConfigError if its driver is missing."""
     return AlchemyDatabase(place) if "://" in place else SqliteDatabase(Path(place).expanduser())

@@ -1,4 +1,4 @@
-"""One database, its tables, and the thread that uses it."""
+"""One database, its tables, and the thread on which it is used."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictErr
 T = TypeVar("T")
 
 CONFLICT_SECONDS = (0.02, 0.1, 0.5)
-"""Mean pauses, in seconds, before a transaction that conflicted with another one runs again."""
+"""Mean delays before each retry of a transaction that conflicted with another one, in seconds."""
 
 Check = Callable[[Execute], None]
-"""A condition of a write, which is looked at in the transaction of this write. Raises an error if it does not hold."""
+"""A function that checks a condition of a write, in the write's own transaction. It raises an error if the condition is
+false."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables that belong together. They are created when they are first needed."""
+    """Tables that belong together and are created together, when they are first needed."""
 
     names: Sequence[str]
     statements: Callable[[Database], Sequence[str]]
-    """Returns the statements that create them, in the types of a database. Each has an effect of its own."""
+    """A function that returns the statements that create the tables, with the column types of a database. Each
+    statement runs in a transaction of its own."""
 
 
 class Store:
-    """A database that all parts of a gateway use, one after another.
+    """A database that all parts of a gateway share. It does their work one after another, on one thread.
 
     Args:
-        database: is closed with the store.
+        database: the database. `close` closes it.
     """
 
     def __init__(self, database: Database) -> None:
@@ -50,18 +52,17 @@ class Store:
         self._pool = FairPool(1, "store")
 
     def add_tables(self, tables: Tables) -> None:
-        """Have tables created before the next work, unless they exist."""
+        """Register tables, which are created before the next work unless they exist."""
         self._missing.append(tables)
 
     async def run(self, work: Callable[[Execute], T], *, writes: bool = True) -> T:
         """Run `work` in one transaction and return its result. Raises StoreError and the errors of `work`.
 
-        If the caller is told of a failure, or does not wait any more, the work takes no effect, except if its COMMIT
-        has begun by then.
+        If this call raises an error or is cancelled, the work has no effect, unless its COMMIT had already begun.
 
         Args:
-            work: may run more than once, if its transaction was undone.
-            writes: whether the work may change something.
+            work: the function to run. It may run more than once, because its transaction may be rolled back.
+            writes: whether the work may change data.
         """
         given_up = threading.Event()
 
@@ -93,12 +94,12 @@ class Store:
             return result
 
     def close(self) -> None:
-        """Wait for what is being written, and close the database."""
+        """Wait for the work that is being done, and close the database."""
         self._pool.close(self._database.close)
 
 
 def _run_again(run: Callable[[], T]) -> T:
-    """Run a transaction, and again if it stood in another one's way. Raises ConflictError if that does not help."""
+    """Run a transaction, with retries if it conflicts with another one. Raises ConflictError if all tries conflict."""
     for seconds in CONFLICT_SECONDS:
         try:
             return run()
@@ -108,12 +109,12 @@ def _run_again(run: Callable[[], T]) -> T:
 
 
 def _make_tables(database: Database, tables: Tables) -> None:
-    """Create tables, unless they exist. SQL has no common statement for that.
+    """Create tables, unless they exist. SQL has no portable statement for this.
 
-    Another gateway may do the same now, or may have ended half-way. So each statement has a transaction of its own,
-    its failure does not matter, and in the end all tables must exist.
+    Another gateway may be creating the same tables, or may have created only some of them before it ended. So each
+    statement has a transaction of its own and may fail. In the end all tables must exist.
 
-    Raises StoreError, at once if the database does not answer.
+    Raises StoreError if a table is missing then, or at once if the database does not answer.
     """
     with database.transaction(writes=False) as execute:
         execute("SELECT 1")

@@ -1,1 +1,1 @@
-"""Metrics of models and gateways, the book of the newest traces, and the figures of the console."""
+"""Telemetry: metrics of models and gateways, traces of the newest requests, and the figures of the console."""

@@ -1,7 +1,7 @@
 """The stream of events that every open console reads.
 
-An event is encoded once for all viewers. While nobody looks, nothing is read or encoded except one sample of the fleet
-for each bin of the history.
+An event is encoded once for all viewers. While no console is open, only one sample of the fleet is taken for each bin
+of the history; no other data is read or encoded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from paceline.services.gateway.telemetry.history import (
 from paceline.services.gateway.telemetry.snapshot import counters_of, describe_fleet, levels_of
 
 LIVE_SECONDS = 2.0
-"""Seconds between two snapshots of the fleet while somebody looks."""
+"""Interval between two snapshots of the fleet while a console is open, in seconds."""
 RECENT_SECONDS = 300
-"""The latest part of the history, whose percentiles are shown beside those of the hour."""
+"""Length of the latest part of the history, in seconds. The console shows its percentiles beside those of the hour."""
 _BEHIND = 16
-"""Events that a slow viewer may be behind. Then its stream ends, and its browser opens a new one."""
+"""Largest number of unsent events of a slow viewer. Beyond it the stream ends, and the browser opens a new stream."""
 
 _PART = 100
-"""Members whose figures are read at a time, so that those of a large fleet do not hold up streams."""
+"""Number of members whose figures are read at a time, so that reading a large fleet does not delay streams."""
 
 Json = dict[str, Any]
 
@@ -45,10 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class Feed:
-    """The console's events, from `start` to `close`.
+    """Sends the console's events, from `start` to `close`.
 
     Args:
-        about: facts that do not change, for the first event.
+        about: facts about the model that do not change. They are sent in the first event.
     """
 
     def __init__(self, history: ConsoleHistory, fleet: Fleet, runner: SequenceRunner, about: Json) -> None:
@@ -62,14 +62,14 @@ class Feed:
         self._is_open = False
         self._tasks: list[asyncio.Task[None]] = []
         self._live = b""
-        """The newest event about the fleet; empty while nobody looks."""
+        """The newest event about the fleet; empty while no console is open."""
 
     def start(self) -> None:
         self._is_open = True
         self._tasks = [asyncio.create_task(self._sample()), asyncio.create_task(self._show())]
 
     def end_streams(self) -> None:
-        """End the streams of all viewers, now and later, so that they do not delay the end of the server."""
+        """End the streams of all present and later viewers, so that they do not delay the end of the server."""
         self._is_open = False
         self._publish(b"")
         self._viewers.clear()
@@ -82,9 +82,10 @@ class Feed:
         """Yield server-sent events: `history` once, then `live` every LIVE_SECONDS and `rows` after each bin.
 
         Args:
-            about: further facts for the first event.
+            about: further facts to send in the first event.
 
-        The stream ends if the viewer is too slow, and at the end of the gateway; before its start, after `history`.
+        The stream ends if the viewer is too slow, or when the gateway ends. If this feed has not been started, the
+        stream ends after `history`.
         """
         viewer: asyncio.Queue[bytes] = asyncio.Queue(_BEHIND)
         if self._is_open:
@@ -105,7 +106,7 @@ class Feed:
                 self._viewers.discard(viewer)
 
     async def _sample(self) -> None:
-        """Add a sample to the history in each bin."""
+        """Add a sample of the fleet to the history once for each bin, until cancelled."""
         while True:
             with _logged_errors():
                 members = self._fleet.workers()
@@ -121,7 +122,7 @@ class Feed:
             await asyncio.sleep(BIN_SECONDS - time.monotonic() % BIN_SECONDS)
 
     async def _show(self) -> None:
-        """Send snapshots of the fleet while somebody looks."""
+        """Send snapshots of the fleet every LIVE_SECONDS while a console is open, until cancelled."""
         while True:
             await self._watched.wait()
             with _logged_errors():
@@ -141,7 +142,8 @@ class Feed:
         }
 
     def _history_part(self, rows: list[list[Cell]]) -> Json:
-        """Return rows with the times of their bins, in seconds since 1970, and the percentiles of latencies now."""
+        """Return the JSON of rows, with the times of their bins in seconds since 1970, and the present latencies'
+        percentiles."""
         now = time.monotonic()
         return {
             "rows": [[round(self._epoch + (row[0] or 0) * BIN_SECONDS), *row[1:]] for row in rows],

@@ -1,4 +1,4 @@
-"""The metrics of a gateway: its own, and those of each of its models, which differ by the label `model_name`."""
+"""The metrics of a gateway: its own metrics, and those of its models, which have the label `model_name`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from paceline.services.gateway.telemetry.vllm_metrics import VllmModelNames, Vll
 
 
 class GatewayMetrics:
-    """The metrics that no single model has, and the place where all metrics come together.
+    """The metrics that do not belong to one model, and the output of all metrics.
 
     Args:
-        classes: names of the classes of requests.
-        vllm_names: whether `render` adds vLLM's names for the metrics that vLLM has, too.
+        classes: names of the request classes.
+        vllm_names: whether `render` also writes metrics that vLLM has under vLLM's names.
     """
 
     def __init__(self, classes: Iterable[str] = NO_CLASSES, vllm_names: bool = False) -> None:
         self.registry = CollectorRegistry()
-        """The metrics that no single model has."""
+        """Registry of the metrics that do not belong to one model."""
         self._registries = [self.registry]
         self._classes = tuple(classes)
         labels = ["handler", "method", "status"]
@@ -43,7 +43,7 @@ class GatewayMetrics:
         self._vllm: list[Collector] | None = [VllmServerNames(self.registry)] if vllm_names else None
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
-        """Add the metrics of a model."""
+        """Add the registry of a model, whose metrics `render` then includes."""
         self._registries.append(registry)
         for name in self._classes:
             for reason in REASONS:
@@ -52,11 +52,19 @@ class GatewayMetrics:
             self._vllm.append(VllmModelNames(model, registry, engine=len(self._registries) - 2))
 
     def count_response(self, handler: str, method: str, status: int) -> None:
-        """Count an HTTP response of a route."""
+        """Count an HTTP response.
+
+        Args:
+            handler: pattern of the route.
+        """
         self._responses.labels(handler, method, str(status)).inc()
 
     def count_refusal(self, model: str, request_class: str, reason: Reason) -> None:
-        """Count a request that is refused. `model` is "" if the model is not known."""
+        """Count a refused request.
+
+        Args:
+            model: name of the model; "" if unknown.
+        """
         self._refused.labels(model, request_class, reason).inc()
 
     def render(self) -> bytes:
@@ -65,7 +73,7 @@ class GatewayMetrics:
 
 
 class _OwnProcess(Collector):
-    """The figures of the gateway's process, beside those of workers and hosts, which come with their heartbeats."""
+    """Collector of the figures of the gateway's own process. The figures of other processes come with heartbeats."""
 
     def __init__(self) -> None:
         self._samples = ProcessSamples()
@@ -85,7 +93,7 @@ def _render(sources: Iterable[Collector | CollectorRegistry]) -> bytes:
 
 
 class _Joined(Collector):
-    """The metrics of several sources. One that several have is there once, with the samples of all."""
+    """Collector that joins several sources. A metric that several sources have appears once, with all their samples."""
 
     def __init__(self, sources: Iterable[Collector | CollectorRegistry]) -> None:
         self._sources = sources

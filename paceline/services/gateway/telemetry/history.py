@@ -13,12 +13,12 @@ from paceline.core.planner.distribution import Distribution
 
 BIN_SECONDS = 10
 BINS = 360
-"""Bins that are kept: one hour."""
+"""Number of bins that are kept, which cover one hour."""
 
 SHARES = (0.5, 0.9, 0.99)
 
 Cell = float | None
-"""One number in a row of the history; None if there is no value, for example a percentile without any request."""
+"""One number in a row of the history; None if there is no value, such as a percentile in a bin without requests."""
 
 
 class Counters(NamedTuple):
@@ -26,7 +26,7 @@ class Counters(NamedTuple):
 
     generated_tokens: float = 0
     prompt_tokens: float = 0
-    """Prompt tokens that were looked up in the prefix cache."""
+    """Number of prompt tokens that were looked up in the prefix cache."""
     found_tokens: float = 0
     draft_tokens: float = 0
     accepted_tokens: float = 0
@@ -39,7 +39,7 @@ class Levels(NamedTuple):
     waiting: int = 0
     blocks: int = 0
     used_blocks: int = 0
-    """Number of blocks that are held or in flight."""
+    """Number of KV blocks that running requests use."""
     cached_blocks: int = 0
 
 
@@ -60,7 +60,8 @@ COLUMNS = (
     *(f"ttft_p{share * 100:.0f}" for share in SHARES),
     *(f"itl_p{share * 100:.0f}" for share in SHARES),
 )
-"""Names of the values in a row behind its time. Rates and shares are from 0 to 1, latencies in seconds."""
+"""Names of the values that follow the time in a row. Names with `_per_s` are rates in units per second, other rates and
+shares are from 0 to 1, latencies are in seconds."""
 
 
 class _Bin:
@@ -75,12 +76,12 @@ class _Bin:
         self.failed = 0
         self.levels: Levels | None = None
         self.counters = Counters()
-        """What the fleet's counters gained in the `seconds` before the last sample."""
+        """Increase of the fleet's counters over the `seconds` of this bin that samples cover."""
         self.seconds = 0.0
 
 
 class ConsoleHistory:
-    """The bins of the last hour. Rows that have changed are taken by `take_changed`."""
+    """The bins of the last hour. `take_changed` returns the rows that are new or have changed."""
 
     def __init__(self) -> None:
         self._bins: dict[int, _Bin] = {}
@@ -92,10 +93,10 @@ class ConsoleHistory:
         """Add a sequence that has ended.
 
         Args:
-            arrived: when its request arrived.
-            times: when each message with tokens came, ascending. A gap counts in the bin of its end, if this is still
-                kept.
-            now: when it ended.
+            arrived: instant at which the request arrived.
+            times: instants at which messages with tokens came, ascending. A gap counts in the bin in which it ended.
+            now: instant at which the sequence ended.
+            has_failed: whether the sequence ended with an error.
         """
         last = self._bin(now)
         last.ended += 1
@@ -108,10 +109,11 @@ class ConsoleHistory:
                 self._bin(later).itl.add(later - earlier)
 
     def sample(self, now: float, levels: Levels, totals: Mapping[Service, Counters]) -> None:
-        """Add the state of the fleet. Call this every BIN_SECONDS. It counts in the bin of most of the time before it.
+        """Add the state of the fleet. Call this every BIN_SECONDS. A sample counts in the bin in which most of the time
+        since the previous sample lies.
 
-        A service's counters are compared with those of the sample before. A service that was not there counts from the
-        next sample on.
+        The difference of a service's counters to the previous sample counts. A service that is new in this sample
+        counts from the next sample on.
         """
         into = self._bin(now - BIN_SECONDS / 2)
         self._drop_old(now)
@@ -135,7 +137,7 @@ class ConsoleHistory:
         return [_row(index, self._bins[index]) for index in sorted(changed) if index in self._bins]
 
     def latencies(self, now: float, seconds: float) -> dict[str, dict[str, Cell]]:
-        """Return the percentiles of TTFT and ITL in the last `seconds`, to the bin, with the numbers of durations."""
+        """Return percentiles of TTFT and ITL over the last `seconds`, rounded to bins, and the numbers of durations."""
         recent = [each for index, each in self._bins.items() if index > (now - seconds) // BIN_SECONDS]
         return {
             "ttft": _described(Distribution.merged(each.ttft for each in recent)),
@@ -187,7 +189,7 @@ def _share(part: float, whole: float) -> Cell:
 
 
 def _percentiles(durations: Distribution) -> list[Cell]:
-    """Return the percentiles in seconds, to the microsecond."""
+    """Return the percentiles of durations in seconds, rounded to microseconds."""
     return [round(durations.percentile(share), 6) if durations.counts else None for share in SHARES]
 
 

@@ -41,16 +41,16 @@ _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 class Metrics:
     """The metrics of one model at one gateway, in a registry of their own.
 
-    Counters and histograms are told what happens. Gauges read the fleet and the runner; see `read_from`.
+    Callers report events to counters and histograms. Gauges read the fleet and the runner given to `read_from`.
 
     Args:
-        classes: names of the classes of requests.
+        classes: names of the request classes.
     """
 
     def __init__(self, model: str, classes: Iterable[str] = NO_CLASSES) -> None:
         self.registry = CollectorRegistry()
         self.history = ConsoleHistory()
-        """The last hour, for the console."""
+        """History of the last hour, for the console."""
         self._model = model
 
         def counter(name: str, help: str) -> Counter:
@@ -67,7 +67,7 @@ class Metrics:
             return Gauge(f"paceline:{name}", help, ["model_name"], registry=self.registry).labels(model)
 
         def gauges(name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Gauge]:
-            """Return a gauge for each value of a label."""
+            """Return the gauges of one metric by the value of their label."""
             made = Gauge(f"paceline:{name}", help, ["model_name", label], registry=self.registry)
             return {value: made.labels(model, value) for value in values}
 
@@ -128,7 +128,7 @@ class Metrics:
         self._kv_usage: dict[str, float] = {}
 
     def read_from(self, workers: Callable[[], Iterable[RemoteWorker]], runner: SequenceRunner) -> None:
-        """Read the gauges from the workers of the fleet and from a runner."""
+        """Set the sources of the gauges: the workers of the fleet, and a runner."""
         queue = runner.queue
         self._running.set_function(lambda: runner.running)
         self._waiting.set_function(lambda: runner.waiting)
@@ -152,8 +152,8 @@ class Metrics:
         """Count a sequence that has ended.
 
         Args:
-            outcome: its finish reason, "abort" or "error".
-            background: whether nobody waited for it. Then its times say nothing about the service and do not count.
+            outcome: how the sequence ended: a finish reason, "abort" or "error".
+            background: whether it is a background sequence. Its latencies do not count, because no client waits for it.
         """
         now = time.monotonic()
         self._success.labels(self._model, outcome).inc()
@@ -194,7 +194,7 @@ class Metrics:
                 self._handoff.observe(times[1] - times[0])
 
     def set_kv_usage(self, kv_usage: Mapping[str, float]) -> None:
-        """Set the shares of KV blocks that are in use now, by host. Reported ones can be a second old."""
+        """Set each host's present share of KV blocks in use, by host id. Values from heartbeats can be a second old."""
         self._kv_usage.clear()
         self._kv_usage.update(kv_usage)
 
@@ -203,10 +203,9 @@ def token_gaps(times: Sequence[float], counts: Sequence[int], tokens: int) -> It
     """Yield the time between each token and the next one, in seconds.
 
     Args:
-        times: when each message with tokens came.
+        times: instants at which messages with tokens came.
         counts: number of tokens in each message.
-        tokens: number of tokens of the answer. Tokens that came after its end, such as after a stop string, are not in
-            it.
+        tokens: number of tokens of the answer, without tokens that came after its end, such as after a stop string.
     """
     before, left = times[0], tokens - 1
     for number, (time_, count) in enumerate(zip(times, counts)):
@@ -216,15 +215,15 @@ def token_gaps(times: Sequence[float], counts: Sequence[int], tokens: int) -> It
 
 
 def figures(families: Iterable[MetricFamily]) -> dict[str, float]:
-    """Return the samples of a member that have a figure name, by this name, for /fleet."""
+    """Return the samples of a member's metrics that /fleet shows as figures, by the name of the figure."""
     return {sample.figure: sample.value for family in families for sample in family.samples if sample.figure}
 
 
 class _FleetCollector(Collector):
-    """The metrics that each member sent with its last heartbeat, labelled with the member's id and role.
+    """Collector of the metrics that each member sent with its last heartbeat, labelled with the member's id and role.
 
     Args:
-        kv_usage: newer shares of KV blocks that are in use, by host; see `Metrics.set_kv_usage`.
+        kv_usage: shares of KV blocks in use, by host id, which are newer than the shares in heartbeats.
     """
 
     def __init__(

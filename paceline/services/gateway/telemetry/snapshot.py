@@ -17,7 +17,7 @@ from paceline.services.gateway.telemetry.history import Counters, Levels, Servic
 from paceline.services.gateway.telemetry.metrics import figures
 
 LEDGER_SECONDS = 1.0
-"""Deadline of one host's answer."""
+"""Deadline of one host's answer, in seconds."""
 
 Json = dict[str, Any]
 
@@ -35,7 +35,7 @@ _SHOWN_FIGURES = (
 
 
 async def read_ledger(host: RemoteWorker, request: LedgerRequest) -> LedgerReply:
-    """Return a host's ledger. Raises UnavailableError with a few words if the host does not answer."""
+    """Ask a host for its ledger, the owners of its KV blocks. Raises UnavailableError if the host does not answer."""
     try:
         reply: LedgerReply = await KVTransferStub(host.channel).Ledger(request, timeout=LEDGER_SECONDS)
     except grpc.aio.AioRpcError as error:
@@ -54,7 +54,12 @@ def rate(hits: int, queries: int) -> float | None:
 
 
 def levels_of(members: Sequence[RemoteWorker], running: int, waiting: int) -> Levels:
-    """Return the present levels. `running` and `waiting` are sequences of this gateway."""
+    """Return the present state of the fleet.
+
+    Args:
+        running: number of sequences of this gateway that run.
+        waiting: number of sequences of this gateway that wait.
+    """
     hosts = [figures(each.member.metrics) for each in members if each.member.role == "kvtransfer"]
 
     def blocks(*states: str) -> int:
@@ -64,7 +69,7 @@ def levels_of(members: Sequence[RemoteWorker], running: int, waiting: int) -> Le
 
 
 def counters_of(members: Sequence[RemoteWorker]) -> dict[Service, Counters]:
-    """Return the counters that each member reported last."""
+    """Return the counters in each member's last heartbeat."""
     counters = {}
     for each in members:
         stats = figures(each.member.metrics)
@@ -79,7 +84,7 @@ def counters_of(members: Sequence[RemoteWorker]) -> dict[Service, Counters]:
 
 
 async def describe_fleet(members: Sequence[RemoteWorker]) -> Json:
-    """Return all workers, and all hosts with the owners of their KV blocks. Each host is asked for its ledger."""
+    """Return the JSON of all workers, and of all hosts with the owners of their KV blocks. Asks each host for them."""
     hosts = [each for each in members if each.member.role == "kvtransfer"]
     return {
         "workers": [_worker(each) for each in members if each.member.role != "kvtransfer"],

@@ -11,16 +11,16 @@ from paceline.services.common.tasks import InUse
 from paceline.services.gateway.sequences.traces import RequestTrace
 
 KEPT = 1000
-"""Sequences of ended requests whose traces are kept."""
+"""Largest number of sequences of ended requests whose traces are kept."""
 
 _CHOICE = re.compile(r"(.+)-(\d{1,9})")
 
 MaySee = Callable[[str], bool]
-"""A function from the owner of a request to whether the caller may see the request."""
+"""A function that returns whether the caller may see requests of an owner, given the digest of the owner's key."""
 
 
 class TraceBook:
-    """The traces of all running requests, and of the requests that ended last.
+    """The traces of all running requests, and of the requests that have ended most recently.
 
     Args:
         kept: largest number of sequences of ended requests whose traces are kept.
@@ -31,7 +31,7 @@ class TraceBook:
         self._by_id: dict[str, list[RequestTrace]] = {}
         self._ended: deque[RequestTrace] = deque()
         self._sequences = 0
-        """Sequences of ended requests whose traces are kept now."""
+        """Number of sequences of ended requests whose traces are kept now."""
         self.requests = InUse()
         """Requests that run, or whose clients have not received the whole answer yet."""
 
@@ -41,7 +41,7 @@ class TraceBook:
             self._by_id.setdefault(name, []).append(trace)
 
     def close(self, trace: RequestTrace) -> None:
-        """Record the end of a request. If there are too many ended requests, forget the oldest ones."""
+        """Record the end of a request. If traces of too many ended requests are kept, forget the oldest of them."""
         trace.end()
         self.requests.end()
         self._ended.append(trace)
@@ -56,10 +56,11 @@ class TraceBook:
                     del self._by_id[name]
 
     def find(self, name: str, may_see: MaySee = lambda owner: True) -> RequestTrace | None:
-        """Return the newest request with this id: the client's, our own, or a sequence's as workers know it.
+        """Return the newest request with this id; None if there is none.
 
         Args:
-            may_see: returns whether the traces of an owner are searched. Clients of two owners may choose one id.
+            name: the id in the response, our own unique id, or the id that a sequence has at workers.
+            may_see: only requests of owners for which it is true are searched, because two owners may use the same id.
         """
         if traces := self._seen(name, may_see):
             return traces[-1]
@@ -70,12 +71,12 @@ class TraceBook:
         return next((trace for trace in candidates if index < trace.sequences), None)
 
     def newest(self, most: int) -> list[RequestTrace]:
-        """Return the requests that arrived last, the newest first. They may still run."""
+        """Return the `most` requests that arrived last, the newest first. They may still run."""
         known = {id(trace): trace for traces in self._by_id.values() for trace in traces}
         return heapq.nlargest(most, known.values(), key=lambda trace: trace.arrived)
 
     def earlier(self, trace: RequestTrace, may_see: MaySee = lambda owner: True) -> list[RequestTrace]:
-        """Return older requests with the same id from clients, the newest first."""
+        """Return older requests to which clients gave the same id, the newest first."""
         traces = self._seen(trace.request_id, may_see)
         return traces[: traces.index(trace)][::-1] if trace in traces else []
 

@@ -12,18 +12,20 @@ from paceline.services.gateway.sequences.attempt_trace import AttemptTrace, Enco
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 EARLIER = 10
-"""Limit of the older requests with the same id that a trace names."""
+"""Largest number of older requests with the same id that a trace lists."""
 
 Json = dict[str, Any]
 Clock = Callable[[float | None], float | None]
-"""A function from an instant of time.monotonic() to milliseconds; None if the instant has not come yet."""
+"""A function that converts an instant on time.monotonic() to milliseconds since the request's arrival. It returns None
+if the instant is None, because it has not come yet."""
 
 
 def describe(request_trace: RequestTrace, earlier: Sequence[RequestTrace], now: float) -> Json:
-    """Return the JSON of a request's trace. `now` is the time on time.monotonic().
+    """Return the JSON of a request's trace.
 
     Args:
         earlier: older requests with the same id, the newest first.
+        now: the present instant, on time.monotonic().
     """
 
     def at(instant: float | None) -> float | None:
@@ -50,7 +52,11 @@ def describe(request_trace: RequestTrace, earlier: Sequence[RequestTrace], now: 
 
 
 def summarize(request_trace: RequestTrace, now: float) -> Json:
-    """Return one line about a request, for a list. `now` is the time on time.monotonic()."""
+    """Return a short JSON object about a request, for a list of requests.
+
+    Args:
+        now: the present instant, on time.monotonic().
+    """
     traces = request_trace.traces
     first = min((times[0] for trace in traces if (times := trace.token_times)), default=None)
     taken = [trace.workers for trace in traces if trace.admitted is not None]
@@ -117,7 +123,7 @@ def _attempt(attempt_trace: AttemptTrace, at: Clock) -> Json:
 
 
 def _asked(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Return None while the attempt waits for workers that have room."""
+    """Describe the workers that were asked; None while the attempt waits for workers that have room."""
     if attempt_trace.asked is None:
         return None
     return {
@@ -128,14 +134,14 @@ def _asked(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _failure(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Return None unless the attempt has failed or was cancelled."""
+    """Describe why the attempt failed or was cancelled; None if it did not fail and was not cancelled."""
     if attempt_trace.outcome in ("", "finished"):
         return None
     return {"at_ms": at(attempt_trace.ended), "reason": attempt_trace.failure}
 
 
 def _admission(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Return None until workers have admitted the attempt."""
+    """Describe the admission of the attempt; None until workers have admitted it."""
     if attempt_trace.admitted is None:
         return None
     return {
@@ -167,7 +173,7 @@ def _encoding(encoding: EncodingTrace, at: Clock) -> Json:
 
 
 def _prefill(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Describe the steps that computed the context, on either worker. Returns None if no step was reported."""
+    """Describe the steps that computed the context, on whichever worker; None if no step was reported."""
     chunks = attempt_trace.chunks
     if not chunks.count:
         return None
@@ -193,7 +199,7 @@ def _prefill(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _handoff(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Return None until the prefill worker has filled the blocks, and if there is no prefill worker."""
+    """Describe the handoff; None until the prefill worker has filled the blocks, and if there is no prefill worker."""
     if attempt_trace.filled is None:
         return None
     adopted = attempt_trace.adopted
@@ -212,7 +218,7 @@ def _handoff(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _decode(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
-    """Return None until the decode worker has sent a token. Steps and drafts are counts of its last report."""
+    """Describe the decoding; None until the decode worker has sent a token. Counts come from its last report."""
     times, effort = attempt_trace.decode_times, attempt_trace.effort
     if not times:
         return None
@@ -230,7 +236,7 @@ def _decode(attempt_trace: AttemptTrace, at: Clock) -> Json | None:
 
 
 def _gaps(gaps: Gaps | None) -> Json | None:
-    """Describe the times between messages with tokens. One message has all tokens that were ready together."""
+    """Describe the gaps between messages with tokens. A message contains all tokens that were ready together."""
     if gaps is None:
         return None
     return {"p50_ms": _ms(gaps.p50), "p99_ms": _ms(gaps.p99), "max_ms": _ms(gaps.longest)}

@@ -1,6 +1,7 @@
 """The recorder of `--record-trace`: one line of JSON for each sequence that ends, without any text or token.
 
-The format is Mooncake's with more fields, so tools for either can read it. `paceline simulate` does. A line has
+The format is Mooncake's trace format with more fields, so tools for Mooncake's traces can read the file, and so can
+`paceline simulate`. A line has
 
     timestamp      milliseconds from 1970 to the request's arrival, so that files of several gateways can be joined;
                    lines are in order of their ends
@@ -12,13 +13,13 @@ The format is Mooncake's with more fields, so tools for either can read it. `pac
     key            name of its API key, if it has one
     priority       lower is more urgent
     session        name of the conversation, if the client gave one
-    outcome        why it ended, such as stop, length, abort or error
+    outcome        how the sequence ended, such as stop, length, abort or error
     cached_tokens  tokens of the prompt that were found in the cache
-    ttft_ms        time from the arrival to the first token, and
-    ms             to the end
+    ttft_ms        milliseconds from the arrival to the first token
+    ms             milliseconds from the arrival to the end
 
-Names of blocks, sessions and keys are keyed hashes. Whoever reads the file without the cluster's secret cannot guess a
-prompt and look whether its hash is there.
+Names of blocks, sessions and keys are keyed hashes. A reader without the cluster's secret cannot guess a prompt and
+check whether its hash is in the file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from paceline.services.common.secret import Secret
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 MOST_WAITING = 10_000
-"""Lines that may wait for the disk. Further ones are dropped, because no request waits for its line."""
+"""Largest number of lines that wait for the disk. Further lines are dropped, because no request waits for its line."""
 _NAME_BYTES = 8
 _CLOSE_SECONDS = 5.0
 
@@ -50,23 +51,23 @@ log = logging.getLogger(__name__)
 
 
 class Ending(NamedTuple):
-    """Everything that a line is made from."""
+    """The data of one ended sequence, from which a line is made."""
 
     fields: dict[str, Any]
     links: Sequence[bytes]
-    """Links of the context, which are hashed before they are written."""
+    """Links of the context's full blocks. They are hashed before they are written."""
     session: str
     owner: str
 
 
 class TraceRecorder:
-    """A file of lines, written by a thread of its own. When it is full, it becomes FILE.1, which is replaced.
+    """Writes lines to a file, on a thread of its own. A full file is renamed to FILE.1, and a new file is begun.
 
     Args:
-        path: the file. If it exists and is not empty, it becomes FILE.1.
-        most_bytes: size of both files together.
-        secret: gateways with the same one give equal blocks equal names. Without one, each start has its own names.
-        layouts: returns the layout of each host's blocks, of which the first one's names are taken.
+        path: the file. If it exists and is not empty, it is renamed to FILE.1.
+        most_bytes: largest size of both files together, in bytes.
+        secret: key of the hashes. Gateways with the same secret write the same names. If None, each start has its own.
+        layouts: function that returns the layout of each host's blocks. Block names are those of the first layout.
 
     Raises ConfigError if the file cannot be written.
     """
@@ -78,10 +79,11 @@ class TraceRecorder:
         key = secret.key("names in traces") if secret else secrets.token_bytes(32)
         self._key = hashlib.blake2b(key, person=b"paceline trace").digest()
         self._origin = time.time() - time.monotonic()
-        """What to add to an instant of time.monotonic(); it stays the same if somebody sets the clock."""
+        """Seconds to add to an instant of time.monotonic() to get time since 1970. Fixed at start, even if the clock is
+        set later."""
         self._waiting: queue.Queue[Ending | None] = queue.Queue(MOST_WAITING)
         self.dropped = 0
-        """Lines that are not in the file, because the disk was too slow or failed."""
+        """Number of lines that are missing in the file, because the disk was too slow or failed."""
         try:
             if path.exists() and path.stat().st_size:
                 path.replace(self._older)
@@ -96,11 +98,12 @@ class TraceRecorder:
         return self._path.with_name(f"{self._path.name}.1")
 
     def record(self, sequence: SequenceRun, arrived: float, session: str, outcome: str) -> None:
-        """Note a sequence that ends now, before its token times are dropped. It returns at once.
+        """Queue the line of a sequence that ends now. Call this before its token times are dropped. Does not wait.
 
         Args:
-            arrived: when its request came, on time.monotonic().
-            session: the client's name of the conversation; "" if there is none.
+            arrived: instant at which the request arrived, on time.monotonic().
+            session: name that the client gives to the conversation; "" if it gives none.
+            outcome: how the sequence ended, such as "stop" or "error".
         """
         trace, now = sequence.trace, time.monotonic()
         times = trace.token_times
@@ -124,7 +127,7 @@ class TraceRecorder:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what waits and close the file. If the disk does not answer, lines are lost after a few seconds."""
+        """Write the lines that wait, and close the file. If the disk hangs, lines are lost after a few seconds."""
         with contextlib.suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_SECONDS)
         self._thread.join(_CLOSE_SECONDS)

@@ -1,6 +1,6 @@
-"""Metrics under the names and labels of vLLM's V1 engine, for dashboards and autoscalers that were made for it.
+"""Metrics under the names and labels of vLLM's V1 engine, for dashboards and autoscalers that were made for vLLM.
 
-The gateway and all workers of a model appear as one engine: counts of workers are added up.
+The gateway and all workers of a model appear as one engine: counts of workers are summed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _FIRST_TOKEN = (
 _PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _LEFT_OUT = {"model_name", "worker", "role"}
-"""Our labels that vLLM does not have."""
+"""Labels of our metrics that vLLM's metrics do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Name:
-    """A metric of ours that vLLM has, too. Both names are without a prefix and without `_total` of counters."""
+    """vLLM's name and our name for one metric, without the prefix and without the suffix `_total` of counters."""
 
     vllm: str
     ours: str = ""
-    """Our name; "" if it is the same."""
+    """Our name; "" if it is the same as vLLM's."""
     bounds: tuple[float, ...] = ()
-    """vLLM's buckets, for a histogram. Ours has them and may have more."""
+    """vLLM's bucket bounds, for a histogram. Our histogram has these bounds and may have more."""
 
 
 _NAMES = (
@@ -75,11 +75,11 @@ LATENCY_BOUNDS, FIRST_TOKEN_BOUNDS, TOKEN_BOUNDS = _LATENCIES, _FIRST_TOKEN, _PE
 
 
 class VllmModelNames(Collector):
-    """The metrics of a model that vLLM has, too, under vLLM's names.
+    """Collector of a model's metrics that vLLM has, too, under vLLM's names.
 
     Args:
-        registry: the model's own metrics.
-        engine: number of the model at this gateway, from 0.
+        registry: registry with the model's own metrics.
+        engine: number of the model at this gateway, from 0, for vLLM's label `engine`.
     """
 
     def __init__(self, model: str, registry: CollectorRegistry, engine: int) -> None:
@@ -118,7 +118,7 @@ class VllmModelNames(Collector):
 
 
 class VllmServerNames(Collector):
-    """The metrics of the HTTP server that vLLM has, too, under vLLM's names."""
+    """Collector of the HTTP server's metrics that vLLM has, too, under vLLM's names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -141,7 +141,7 @@ def _further_labels(sample: Sample) -> tuple[tuple[str, str], ...]:
 
 
 def _http_requests(responses: Metric) -> Metric:
-    """Return the responses by class of their status, as the instrumentation of vLLM's HTTP server counts them."""
+    """Return the counts of responses by the class of their status, such as 2xx, as vLLM's HTTP server has them."""
     counted: dict[tuple[str, str, str], float] = defaultdict(float)
     for sample in responses.samples:
         if sample.name.endswith("_total"):
@@ -154,7 +154,7 @@ def _http_requests(responses: Metric) -> Metric:
 
 
 def _rejections(refused: Metric) -> Metric:
-    """Return refused requests of all classes by model and reason."""
+    """Return the counts of refused requests by model and reason, summed over request classes."""
     counted: dict[tuple[str, str], float] = defaultdict(float)
     for sample in refused.samples:
         if sample.name.endswith("_total"):

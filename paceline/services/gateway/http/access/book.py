@@ -1,4 +1,4 @@
-"""The keys that the gateway accepts now."""
+"""The API keys that the gateway accepts now."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.services.gateway.http.access.callers import ANYONE, Caller
 from paceline.services.gateway.http.access.keys import ApiKey, check_classes, check_distinct, given_keys, read_keys
 
 LOOK_SECONDS = 1.0
-"""Time between two looks whether the file of keys has changed, in seconds."""
+"""Interval between two checks whether the file of keys has changed, in seconds."""
 
 log = logging.getLogger(__name__)
 
 
 class AccessBook:
-    """All keys: those of options and environment, and those of a file, which is read again when it changes.
+    """All API keys: keys from options and environment, and keys from a file, which is read again when it changes.
 
-    A file that is read again never opens the gateway: if clients or admins needed a key, they go on needing one.
+    Reading the file again never opens the gateway: if clients or admins needed a key before, they still need one.
 
     Args:
         client_keys: keys of clients without a name.
@@ -46,7 +46,7 @@ class AccessBook:
         self._classes = classes
         self._version = _version(file)
         self._keys: dict[str, ApiKey] = {}
-        """The keys by their digests in hexadecimal."""
+        """The accepted keys, by their digests in hexadecimal."""
         self.has_clients = False
         """Whether clients need a key."""
         self.has_admins = False
@@ -54,14 +54,14 @@ class AccessBook:
         self._load()
 
     def find(self, secrets: Iterable[str]) -> ApiKey | None:
-        """Return the key that one of `secrets` is, an admin's if there are several; None if none is a key."""
+        """Return the accepted key that is among `secrets`, an admin key first; None if no secret is an accepted key."""
         given = [digest_of(secret) for secret in secrets if secret]
         # Compare with all keys, as digests of equal length, so that the time taken reveals nothing.
         found = [key for digest in given for key in self._keys.values() if hmac.compare_digest(digest, key.digest)]
         return max(found, key=lambda key: key.role == "admin", default=None)
 
     def key(self, owner: str) -> ApiKey | None:
-        """Return the key whose digest is `owner`; None if it is not accepted any more."""
+        """Return the key whose digest is `owner`; None if this key is not accepted any more."""
         return self._keys.get(owner)
 
     def caller(self, owner: str) -> Caller | None:
@@ -72,7 +72,7 @@ class AccessBook:
         return None if key is None else caller_with(key)
 
     async def watch(self) -> None:
-        """Read the file again whenever it changes, until cancelled. If it is not valid, the keys stay as they are."""
+        """Read the file again whenever it changes, until cancelled. If the file is invalid, keep the present keys."""
         while self._file:
             await asyncio.sleep(LOOK_SECONDS)
             version = await asyncio.to_thread(_version, self._file)
@@ -97,13 +97,13 @@ class AccessBook:
 
 
 def caller_with(key: ApiKey) -> Caller:
-    """Return the caller that has sent a key."""
+    """Return the caller that a key identifies."""
     is_admin = key.role == "admin"
     return Caller(key.name, key.digest.hex(), is_admin, key.priority, key.request_class, key.share_cache)
 
 
 def _version(file: str) -> tuple[int, ...]:
-    """Return numbers that change when a file is written or replaced; () if there is no such file."""
+    """Return the version of a file: numbers that change when it is written or replaced; () if there is no such file."""
     try:
         status = os.stat(file)
     except OSError:

@@ -1,6 +1,6 @@
 """The sender of a request: the caller whom the guard recognised, and the origin of the request.
 
-The origin is a process of this machine, another machine, or somebody else's web page in a user's browser.
+The origin is a process of this machine, another machine, or a foreign web page in a user's browser.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _owner: ContextVar[str] = ContextVar("paceline_owner", default="")
 
 _FORWARDING = ("forwarded", "via", "x-real-ip")
 _CONTAINER_NAMES = ("host.docker.internal", "gateway.docker.internal", "host.containers.internal")
-"""Names that containers have for the machine on which they run."""
+"""Host names by which containers reach the machine on which they run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +28,44 @@ class Caller:
     """The sender of a request."""
 
     name: str
-    """Name of the key; "" if the caller has none."""
+    """Name of the caller's key; "" if the caller has no key."""
     owner: str
-    """Hexadecimal SHA-256 of the key, by which stored objects know their owner; "" if the caller has no key."""
+    """Hexadecimal SHA-256 of the key, which stored objects keep as their owner; "" if the caller has no key."""
     is_admin: bool
-    """Whether the caller may see and end what others have sent."""
+    """Whether the caller may see and end requests of other callers."""
     priority: int = 0
-    """Priority of requests that state none, and the most urgent one that a key may use; lower is more urgent."""
+    """Priority of requests that state none, and the most urgent priority that the key may use; lower is more urgent."""
     request_class: str = DEFAULT
-    """Class of its requests."""
+    """Name of the request class of the caller's requests."""
     share_cache: str = ""
-    """Name of the group of keys with which the caller shares cached blocks; "" if it shares them with none."""
+    """Name of the group of keys with which the caller shares cached blocks; "" if it shares them with no other key."""
 
     def may_see(self, owner: str) -> bool:
-        """Return whether the caller may see and end what `owner` has sent."""
+        """Return whether the caller may see and end requests of the key with the digest `owner`."""
         return self.is_admin or self.owner == owner
 
     @property
     def only_owner(self) -> str | None:
-        """The only owner whose files and batches the caller may see; None if it may see all."""
+        """Digest of the only key whose files and batches the caller may see; None if the caller may see all."""
         return None if self.is_admin else self.owner
 
     def priority_for(self, wanted: int | None) -> int:
-        """Return the priority of a request that wants `wanted`. A key can make requests less urgent, but not more."""
+        """Return the priority of a request. A client can make it less urgent than its key's priority, but not more.
+
+        Args:
+            wanted: priority that the request states; None if it states none.
+        """
         if wanted is None:
             return self.priority
         return max(wanted, self.priority) if self.owner else wanted
 
 
 ANYONE = Caller(name="", owner="", is_admin=False)
-"""A caller without a key."""
+"""The caller of all requests without an API key."""
 
 
 def set_current_owner(owner: str) -> None:
-    """Say for whom this task, and the tasks that it makes, work from now on.
+    """Set the caller for whom this task, and the tasks that it creates, work from now on.
 
     Args:
         owner: digest of the caller's key; "" if the caller has none.
@@ -70,19 +74,19 @@ def set_current_owner(owner: str) -> None:
 
 
 def current_owner() -> str:
-    """Return for whom this task works; "" if for a caller without a key, or for the gateway itself."""
+    """Return the digest of the key for whose caller this task works; "" without a key, or for the gateway itself."""
     return _owner.get()
 
 
 def is_forwarded(headers: Headers) -> bool:
-    """Return whether a proxy says that it has forwarded a request."""
+    """Return whether the headers of a request say that a proxy has forwarded it."""
     return any(name in _FORWARDING or name.startswith("x-forwarded-") for name in headers)
 
 
 def is_local(scope: Scope, headers: Headers) -> bool:
     """Return whether a process of this machine sent a request: over loopback or a Unix socket, and through no proxy.
 
-    A proxy on this machine that adds none of the usual headers is taken for the sender.
+    A proxy on this machine that adds none of the usual headers counts as the sender.
     """
     if is_forwarded(headers):
         return False
@@ -90,7 +94,7 @@ def is_local(scope: Scope, headers: Headers) -> bool:
 
 
 def is_foreign_page(scope: Scope, headers: Headers) -> bool:
-    """Return whether a browser sends a request for a page of another origin. A followed link is no such request."""
+    """Return whether a browser sends a request for a page of another origin. Following a link does not count."""
     site = headers.get("sec-fetch-site")
     if site is None:  # an older browser, a page without TLS, or no browser
         origin = headers.get("origin")
@@ -100,11 +104,11 @@ def is_foreign_page(scope: Scope, headers: Headers) -> bool:
 
 
 def is_rebound(scope: Scope, headers: Headers) -> bool:
-    """Return whether a request over loopback names another host, as if a foreign name had been made to point here.
+    """Return whether a request over loopback may come from DNS rebinding: its Host header names another machine.
 
-    For the browser, a page of such a name is one of our own, so it may also send the headers of a proxy. Names of this
-    machine are `localhost`, its host name, also with `.local`, and what containers call it. An IP address is no name,
-    so nobody can make it point elsewhere.
+    In that attack a foreign host name resolves to this machine. The browser then treats a page of that name as our own
+    page, so the page may even send the headers of a proxy. Names of this machine are `localhost`, its host name, also
+    with `.local`, and the names that containers have for it. An IP address cannot be rebound.
     """
     host = headers.get("host")
     if host is None or not _is_over_loopback(scope):

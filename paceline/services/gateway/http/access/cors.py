@@ -15,13 +15,13 @@ _SHOWN = (
     "x-schema-unenforced",
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
-"""Headers of answers that a page may read."""
+"""Headers of responses that a web page may read."""
 
 
 def cors_options(config: GatewayConfig) -> dict[str, Any] | None:
     """Return the arguments of starlette's CORSMiddleware; None if no other origin is allowed.
 
-    Raises ConfigError if an origin is none, or if pages that nobody named could use keys that browsers keep.
+    Raises ConfigError if an entry is no origin, or if pages of any origin could use keys that browsers keep.
     """
     origins = listed(config.allowed_origins)
     if not origins:

@@ -1,4 +1,4 @@
-"""Keys, and the file that names them:
+"""API keys, and the file that lists them. An example of the file:
 
 [alice]
 sha256 = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
@@ -37,33 +37,33 @@ Amount = Annotated[int, Field(ge=1, le=10**12)]
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """The limits of one key; None is no limit."""
+    """The limits of one key; None for no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    """Tokens of prompts and answers together."""
+    """Largest number of tokens per minute, of prompts and answers together."""
     max_concurrent: int | None = None
-    """Requests that run or wait at the same time."""
+    """Largest number of requests that run or wait at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key, of which only the digest is known here."""
+    """An accepted key. Only its digest is kept, not the key itself."""
 
     name: str
     digest: bytes
-    """SHA-256 of the key."""
+    """SHA-256 digest of the key."""
     role: Role = "client"
     priority: int = 0
     limits: KeyLimits = KeyLimits()
     request_class: str = DEFAULT
-    """Class of its requests, a name in `Classes`."""
+    """Request class of the key's requests, a name in `Classes`."""
     share_cache: str = ""
-    """Name of the group of keys with which it shares cached blocks; "" if it shares them with none."""
+    """Name of the group of keys with which this key shares cached blocks; "" if it shares them with no other key."""
 
 
 class _Entry(BaseModel):
-    """A table of the file."""
+    """A table of the file of keys, which describes one key."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
@@ -79,16 +79,16 @@ class _Entry(BaseModel):
 
 
 def given_keys(keys: Sequence[str], role: Role) -> list[ApiKey]:
-    """Return keys of the command line or the environment, which have no names of their own."""
+    """Return the entries for keys from the command line or the environment, which have no names."""
     prefix = "key" if role == "client" else "admin"
     distinct = dict.fromkeys(keys)
     return [ApiKey(f"{prefix}-{number}", digest_of(key), role) for number, key in enumerate(distinct, 1)]
 
 
 def read_keys(file: str) -> list[ApiKey]:
-    """Return the keys in a file, at least one. Raises ConfigError, whose text has no key.
+    """Return the keys in a file, at least one. Raises ConfigError; its message contains no key.
 
-    A file without a key is refused, because it would open the gateway to everybody while an editor writes the file.
+    A file without keys is refused. Otherwise an editor that writes the file in steps would open the gateway.
     """
     text = read_private(file, "--api-keys-file", _MOST_BYTES, _ADVICE)
     try:
@@ -101,7 +101,7 @@ def read_keys(file: str) -> list[ApiKey]:
 
 
 def check_distinct(keys: Sequence[ApiKey]) -> None:
-    """Raise ConfigError if two keys have the same name, or are the same key."""
+    """Raise ConfigError if two keys have the same name or the same digest."""
     names: set[str] = set()
     digests: dict[bytes, str] = {}
     for key in keys:
@@ -114,7 +114,7 @@ def check_distinct(keys: Sequence[ApiKey]) -> None:
 
 
 def check_classes(keys: Sequence[ApiKey], classes: Container[str]) -> None:
-    """Raise ConfigError if the class of a key does not exist."""
+    """Raise ConfigError if the request class of a key does not exist."""
     for key in keys:
         if key.request_class not in classes:
             raise ConfigError(f"the key {key.name!r} has the class {key.request_class!r}, which --classes-file lacks")

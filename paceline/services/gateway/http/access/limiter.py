@@ -1,4 +1,4 @@
-"""The limits of all keys at this gateway."""
+"""The limits of all API keys at this gateway."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from paceline.services.gateway.http.access.shares import Use, parts_of
 from paceline.services.gateway.http.errors import CountRefusal
 
 NEGLIGIBLE = 0.01
-"""Requests per minute that count as none."""
+"""Rate in requests per minute below which a key counts as unused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gateways:
-    """The reports of all gateways of the cluster about keys."""
+    """The reports of all gateways of the cluster about the use of keys."""
 
     own: str
     """Name of this gateway."""
     uses: Mapping[str, Sequence[Use]]
-    """The newest report of each gateway, by its name. This gateway's own entry may be missing."""
+    """The newest report of each gateway, by the gateway's name. This gateway's own entry may be missing."""
     is_current: bool
-    """Whether the reports are recent. They need Redis."""
+    """Whether the reports are recent; false while Redis does not answer."""
 
 
 class Limiter:
     """The use of all keys' limits at this gateway.
 
     Args:
-        gateways: returns what the gateways of the cluster tell now.
+        gateways: function that returns the newest reports of the cluster's gateways.
         count_refusal: called with the class of a request that is refused, and the reason.
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -52,15 +52,16 @@ class Limiter:
         self._count_refusal = count_refusal
         self._clock = clock
         self._meters: dict[str, Meter] = {}
-        """What clients use, by owner."""
+        """Meters of clients' requests, by owner."""
         self._line_meters: dict[str, Meter] = {}
-        """What lines of batches use, by owner. Clients never wait for them."""
+        """Meters of lines of batches, by owner. Clients never wait because of these lines."""
 
     def begin(self, owner: str, *, is_line: bool = False) -> Admission:
-        """Count a request of a key, by its digest, and return its admission. Raises ApiError if it is one too many.
+        """Count a request of a key and return its admission. Raises ApiError if a limit of requests is reached.
 
         Args:
-            is_line: whether it is a line of a batch, which may only use what the clients of its key leave.
+            owner: digest of the key.
+            is_line: whether the request is a line of a batch, which may only use what clients of the key leave.
         """
         meter = self._line_meter(owner) if is_line else self._meter(owner)
         if meter is not None:
@@ -68,7 +69,7 @@ class Limiter:
         return Admission(meter, self._clock)
 
     def headers(self, owner: str) -> dict[str, str]:
-        """Return the headers that tell a client its limits, as in OpenAI's API."""
+        """Return the response headers that tell a client its limits, with the names of OpenAI's API."""
         meter, now = self._meter(owner), self._clock()
         if meter is None:
             return {}
@@ -76,7 +77,7 @@ class Limiter:
         return requests | _headers("tokens", meter.tokens, meter.parts.tokens, now)
 
     def report(self) -> list[KeyUse]:
-        """Return what to tell the other gateways, and forget keys that nobody uses."""
+        """Return this gateway's report to the other gateways about each key, and forget keys that are not used."""
         now, reports = self._clock(), []
         for owner, meter in list(self._meters.items()):
             requests, tokens = (limit.used(now) if limit else 0 for limit in (meter.requests, meter.tokens))
@@ -101,7 +102,7 @@ class Limiter:
         return reports
 
     def _meter(self, owner: str) -> Meter | None:
-        """Return the meter of a key; None if it has no limits."""
+        """Return the meter for requests of a key; None if the key has no limits."""
         key = self._book.key(owner)
         if key is None or key.limits == KeyLimits():
             return None
@@ -119,7 +120,7 @@ class Limiter:
         self._count_refusal(request_class, "limit")
 
     def _line_meter(self, owner: str) -> Meter | None:
-        """Return the meter of a key for the lines of its batches; None if the key has no limits."""
+        """Return the meter for the lines of a key's batches; None if the key has no limits."""
         clients = self._meter(owner)
         if clients is None:
             return None

@@ -1,6 +1,6 @@
-"""The use of one key's limits at this gateway, and what each of its requests is charged.
+"""The use of one API key's limits at this gateway, and the charge for each request of the key.
 
-The lines of a key's batches have a meter of their own.
+Lines of batches are counted by a second meter of the key.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paceline.services.gateway.http.access.shares import KeyParts
 from paceline.services.gateway.http.errors import ApiError, retry_after
 
 LATELY_SECONDS = 5.0
-"""Time over which wishes are averaged, in seconds."""
+"""Time over which the wanted rates are averaged, in seconds."""
 _USUAL_OF = 16
-"""Number of the latest answers whose mean length is the usual one."""
+"""Number of the latest answers over which the mean length is taken."""
 BUSY_SECONDS = 1
-"""Time after which a client may find that another request of its key has ended, in seconds."""
+"""Delay after which a client should try again if too many requests of its key run, in seconds."""
 
 
 class Rate:
-    """An amount per second, averaged over the last seconds. Instants are in seconds."""
+    """A rate per second, averaged over the last seconds. Instants are in seconds."""
 
     def __init__(self, now: float) -> None:
         self._rate, self._at = 0.0, now
@@ -33,14 +33,14 @@ class Rate:
         self._rate = self.now(now) + amount / LATELY_SECONDS
 
     def now(self, now: float) -> float:
-        """Return the amount per second."""
+        """Return the average rate per second, at the instant `now`."""
         self._rate *= math.exp((self._at - now) / LATELY_SECONDS)
         self._at = now
         return self._rate
 
 
 class Meter:
-    """The limits of one key, and what is used of them. All instants are those of one clock, in seconds.
+    """The limits of one key, and their use. All instants are of one clock, in seconds.
 
     Args:
         count_refusal: called with the class of a request that is refused.
@@ -49,7 +49,7 @@ class Meter:
     def __init__(self, name: str, limits: KeyLimits, count_refusal: Callable[[str], object], now: float) -> None:
         self.name = name
         self.request_class = DEFAULT
-        """Class of the key's requests."""
+        """Name of the request class of the key's requests."""
         self._count_refusal = count_refusal
         self.running = 0
         self.requests: MinuteLimit | None = None
@@ -59,22 +59,22 @@ class Meter:
         self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
         self.limits = KeyLimits()
         self._usual: float | None = None
-        """Mean number of tokens in the latest answers; None if there was none."""
+        """Mean number of tokens in the latest answers; None before the first answer has ended."""
         self.set_limits(limits, now)
 
     def set_limits(self, limits: KeyLimits, now: float) -> None:
-        """Change the limits; what was used of them counts on."""
+        """Change the limits. Earlier uses still count against the new limits."""
         if limits != self.limits:
             self.requests = _changed(self.requests, limits.requests_per_minute, now)
             self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
             self.limits = limits
 
     def is_used(self, now: float) -> bool:
-        """Return whether a request runs, or anything was used in the last minute."""
+        """Return whether a request of the key runs, or requests or tokens were charged in the last minute."""
         return self.running > 0 or any(limit is not None and limit.used(now) for limit in (self.requests, self.tokens))
 
     def left(self, now: float) -> KeyParts:
-        """Return the parts of the limits that are left beside what this meter has counted."""
+        """Return the parts of the limits that this meter has not used."""
         return KeyParts(
             _left(self.requests, self.parts.requests, now),
             _left(self.tokens, self.parts.tokens, now),
@@ -82,7 +82,7 @@ class Meter:
         )
 
     def begin(self, now: float) -> None:
-        """Count a request. Raises ApiError if it is one too many."""
+        """Count a request. Raises ApiError if the limit of requests is reached, per minute or at the same time."""
         self.wanted_requests.add(1, now)
         if self.parts.places is not None and self.running >= self.parts.places:
             self.refused_places.add(1, now)
@@ -92,13 +92,13 @@ class Meter:
             self._take(self.requests, 1, now, self.parts.requests, "requests")
 
     def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
-        """Charge what a request will probably use: its prompt, and an answer of the usual length.
+        """Charge the tokens that a request will probably use: its prompt, and an answer of the mean length.
 
-        The usual length makes the sum of all charges right. Without it, a client that sets no max_tokens would be
-        charged a whole context for each answer, and could use a small part of its limit only.
+        With the mean length, the sum of all charges is right. Otherwise a client that sets no max_tokens would be
+        charged a whole context for each answer, and could use only a small part of its limit.
 
         Returns:
-            The charge and its amount; None if tokens have no limit.
+            The charge and its amount in tokens; None if the key has no limit of tokens.
 
         Raises ApiError if the tokens have to wait, or if the prompt alone is above the limit.
         """
@@ -117,11 +117,15 @@ class Meter:
         return self._take(limit, amount, now, self.parts.tokens, "tokens"), amount
 
     def correct(self, charge: Charge, more: int, now: float) -> Charge:
-        """Add tokens to a charge, or take some back. Returns the charge for the next correction."""
+        """Add tokens to a charge, or take tokens back. Returns the charge to pass to the next correction.
+
+        Args:
+            more: tokens to add; negative to take tokens back.
+        """
         return charge if self.tokens is None else self.tokens.correct(charge, more, now)
 
     def note_answer(self, tokens: int) -> None:
-        """Remember the length of an answer that has ended."""
+        """Include the length of an answer that has ended in the mean length, in tokens."""
         self._usual = tokens if self._usual is None else self._usual + (tokens - self._usual) / _USUAL_OF
 
     def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
@@ -146,7 +150,7 @@ def _changed(limit: MinuteLimit | None, per_minute: int | None, now: float) -> M
 
 
 def _left(limit: MinuteLimit | None, part: Part, now: float) -> Part:
-    """Return what is left of a part: what was used of it counts as used by another gateway."""
+    """Return the part that is left after this meter's own uses. They count as used by other gateways."""
     if limit is None:
         return part
     others = limit.per_minute - part.ceiling(limit.per_minute)
@@ -154,10 +158,10 @@ def _left(limit: MinuteLimit | None, part: Part, now: float) -> Part:
 
 
 class Admission:
-    """The charge of a request, from its beginning to its end. Without a meter nothing is charged or limited.
+    """The charge of a request, from its beginning to its end. Without a meter, nothing is charged or limited.
 
-    It is a context manager: the request runs while at least one `with` statement is open. A response in the background
-    goes on after its HTTP request has ended.
+    It is a context manager: the request counts as running while at least one `with` statement is open. A background
+    response opens its own, because it goes on after its HTTP request has ended.
     """
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -181,34 +185,39 @@ class Admission:
             self._meter.running -= 1
 
     def charge(self, prompt_tokens: int, max_tokens: int) -> None:
-        """Charge what the request will probably use. Raises ApiError if it has to wait.
+        """Charge the tokens that the request will probably use. Raises ApiError if it would exceed a limit now.
 
         Args:
-            max_tokens: most tokens of all answers together.
+            max_tokens: largest number of tokens of all answers together.
         """
         if self._meter is not None and (taken := self._meter.charge(prompt_tokens, max_tokens, self._clock())):
             self._charge, self._charged = taken
 
     def refund(self) -> None:
-        """Take the charge back, unless the request runs."""
+        """Take the charge back, unless workers have begun the request."""
         if not self._runs:
             self._set_charge(0)
 
     def run(self) -> None:
-        """Say that the request runs."""
+        """Note that workers have begun the request, so that `refund` does nothing."""
         self._runs = True
 
     def spend(self, tokens: int, prompt_tokens: int) -> None:
-        """Count tokens that were generated. Those beyond the expected number are charged at once."""
+        """Count generated tokens. Tokens beyond the expected number are charged at once.
+
+        Args:
+            tokens: number of newly generated tokens.
+            prompt_tokens: number of tokens of the prompts.
+        """
         self._generated += tokens
         if self._charge is not None and prompt_tokens + self._generated > self._charged:
             self._set_charge(prompt_tokens + self._generated)
 
     def settle(self, prompt_tokens: int) -> None:
-        """Charge what the request has used, now that it has ended.
+        """Correct the charge to the tokens that the request has used. Call this when it has ended.
 
         Args:
-            prompt_tokens: tokens of the prompts; 0 if no worker took them.
+            prompt_tokens: number of tokens of the prompts; 0 if no worker accepted them.
         """
         self._set_charge(prompt_tokens + self._generated)
         if self._meter is not None and prompt_tokens:

@@ -1,8 +1,8 @@
 """A limit of an amount per minute: pure logic, without a clock of its own. Instants and durations are in seconds.
 
-Two rules hold together. In no minute more than the limit is used: the charges of the last 60 seconds are counted. And
-a caller that uses its limit to the full is paced, so that others do not suffer from its bursts: a token bucket that
-holds what ten seconds give fills at the rate of the limit.
+Two rules apply together. First, at most the limit is used in any minute: the charges of the last 60 seconds are
+counted. Second, a token bucket paces a caller that uses its whole limit, so that its bursts do not delay other callers.
+The bucket fills at the rate of the limit and holds the amount of ten seconds.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 MINUTE = 60.0
 BURST_SECONDS = 10.0
-"""The bucket holds the amount that its rate gives in this time."""
+"""Capacity of the bucket, as the time in which it fills, in seconds."""
 LEAST_BURST = 10
-"""Amount that the bucket holds at least, so that a small limit allows some requests at once."""
+"""Least capacity of the bucket, so that a small limit allows some requests at once."""
 GRAIN = 0.1
-"""Uses within this time, in seconds, share one entry, so that the memory is bounded."""
+"""Charges within this time share one entry of the log, which bounds the memory, in seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """The use of a limit at about one time."""
+    """The amount of a limit that was used within the same GRAIN of time."""
 
     at: float
     amount: int
@@ -37,10 +37,10 @@ class Part:
     share: float = 1.0
     """Share of the rate, from 0 to 1."""
     elsewhere: int | None = 0
-    """Amount that the other gateways have used in the last minute; None if it is not known."""
+    """Amount that the other gateways have used in the last minute; None if unknown."""
 
     def ceiling(self, limit: int) -> float:
-        """Return what may be used here in a minute."""
+        """Return the amount that may be used at this gateway in a minute."""
         return limit * self.share if self.elsewhere is None else limit - self.elsewhere
 
 
@@ -48,30 +48,34 @@ ALL = Part()
 
 
 class MinuteLimit:
-    """The use of a limit in the last minute, which says whether more may be used."""
+    """One limit and its use in the last minute. Decides when a further amount may be used."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
         self._used = 0
-        """Sum of the log."""
+        """Sum of the amounts in the log, which covers the last minute."""
         self._log: deque[Charge] = deque()
         self._level = self._burst(1.0)
         self._filled = now
 
     def wait(self, amount: int, now: float, part: Part = ALL) -> float:
-        """Return the seconds until `amount` may be used; 0 if now. An amount above the limit counts as the limit."""
+        """Return the seconds until `amount` may be used; 0 if now. For an amount above the limit, use the limit."""
         self._advance(now, part.share)
         missing = min(amount, self._burst(part.share)) - self._level
         paced = missing * MINUTE / (self.per_minute * part.share) if missing > 0 else 0.0
         return max(paced, self._wait_for_room(amount, now, part))
 
     def take(self, amount: int, now: float) -> Charge:
-        """Use an amount, and return the charge, by which it can be corrected."""
+        """Use an amount, and return the charge, which `correct` can change later."""
         self._level -= amount
         return self._note(amount, now)
 
     def correct(self, charge: Charge, more: int, now: float) -> Charge:
-        """Change a charge by an amount, which may be negative. Returns the charge for the next correction."""
+        """Change a charge by an amount. Returns the charge to pass to the next correction.
+
+        Args:
+            more: amount to add; negative to take an amount back.
+        """
         self._expire(now)
         self._level -= more
         if not charge.counts:
@@ -81,16 +85,16 @@ class MinuteLimit:
         return charge
 
     def used(self, now: float) -> int:
-        """Return what was used in the last minute."""
+        """Return the amount that was used at this gateway in the last minute."""
         self._expire(now)
         return self._used
 
     def remaining(self, now: float, part: Part = ALL) -> int:
-        """Return what is left of this minute."""
+        """Return the amount that may still be used in this minute."""
         return max(0, math.floor(part.ceiling(self.per_minute) - self.used(now)))
 
     def reset(self, now: float) -> float:
-        """Return the seconds until nothing of the limit is used."""
+        """Return the seconds until the newest charge is a minute old, so that the whole limit is free."""
         self._expire(now)
         return self._log[-1].at + MINUTE - now if self._log else 0.0
 
@@ -127,6 +131,6 @@ class MinuteLimit:
             self._used -= oldest.amount
 
     def _burst(self, share: float) -> float:
-        """Return the size of the bucket."""
+        """Return the capacity of the bucket for a share of the limit."""
         most = max(self.per_minute * BURST_SECONDS / MINUTE, min(LEAST_BURST, self.per_minute))
         return max(1.0, most * share)

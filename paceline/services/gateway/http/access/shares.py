@@ -1,8 +1,8 @@
 """Shares of several gateways in the limits of a key. Pure logic.
 
-Each gateway tells the others, in its heartbeat, how much a key wants and uses of each limit there. All compute the same
-shares from this. What is wanted is shared in proportion, and what is left of a limit in equal parts. So a key that
-stays below its limit can come to any gateway.
+Each gateway reports in its heartbeat how much a key wants and uses of each limit there. All gateways compute the same
+shares from these reports. A gateway gets the part that is wanted there, in proportion, and an equal part of the rest of
+the limit. So a key that stays below its limit can send its requests to any gateway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.services.gateway.http.access.keys import KeyLimits
 from paceline.services.gateway.http.access.minute_limit import Part
 
 LEFT = 0.02
-"""Part of a limit that is always shared equally, so that a gateway can serve the first requests that come to it."""
+"""Share of a limit that is always divided equally, so that each gateway can serve the first requests of a key."""
 
 
 class Use(Protocol):
@@ -24,17 +24,17 @@ class Use(Protocol):
 
     name: str
     wanted_requests: float
-    """Requests per minute that came lately, refused ones included."""
+    """Rate of requests that have arrived lately, including refused ones, in requests per minute."""
     wanted_tokens: float
-    """Tokens per minute that these requests would use."""
+    """Rate of tokens that these requests would use, in tokens per minute."""
     wanted_running: float
-    """Requests that run, or were refused because others run."""
+    """Number of requests that run, plus the number lately refused because too many run."""
     requests: int
-    """Requests of the last minute."""
+    """Number of requests that were served in the last minute."""
     tokens: int
-    """Tokens of the last minute."""
+    """Number of tokens that were charged in the last minute."""
     running: int
-    """Requests that run or wait now."""
+    """Number of requests that run or wait now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +44,15 @@ class KeyParts:
     requests: Part = Part()
     tokens: Part = Part()
     places: int | None = None
-    """Requests that may run here; None is no limit."""
+    """Largest number of requests that may run at this gateway; None for no limit."""
 
 
 def parts_of(limits: KeyLimits, own: str, uses: Mapping[str, Use | None], is_current: bool) -> KeyParts:
     """Return the parts of a key's limits for the gateway `own`.
 
     Args:
-        uses: what each gateway tells about the key; None if the key does not come there.
-        is_current: whether the gateways have told this lately; if not, they share equally.
+        uses: the report of each gateway about the key, by the gateway's name; None if the key is not used there.
+        is_current: whether the reports are recent. If not, the gateways share the limits equally.
     """
     names = sorted({*uses, own})
     told = [uses.get(name) for name in names]
@@ -76,7 +76,12 @@ def parts_of(limits: KeyLimits, own: str, uses: Mapping[str, Use | None], is_cur
 
 
 def shares_of(wanted: Sequence[float], limit: int | None) -> list[float]:
-    """Return the share of each gateway, by what each wants of a limit. The shares add up to 1."""
+    """Return the share of each gateway in a limit. The shares add up to 1.
+
+    Args:
+        wanted: the amount that each gateway wants.
+        limit: the limit; None for no limit.
+    """
     total = sum(wanted)
     equal = 1 / len(wanted)
     if limit is None or total < LEFT * LEFT:
@@ -86,7 +91,12 @@ def shares_of(wanted: Sequence[float], limit: int | None) -> list[float]:
 
 
 def _places(most: int | None, shares: Sequence[float], index: int) -> int | None:
-    """Return how many of `most` requests may run at a gateway, so that the numbers of all add up to `most`."""
+    """Return how many requests may run at a gateway. The numbers of all gateways add up to `most`.
+
+    Args:
+        most: largest number of running requests at all gateways together; None for no limit.
+        index: index of the gateway in `shares`.
+    """
     if most is None:
         return None
     # Shares are fractions in floating point, whose sums may be a little off.
