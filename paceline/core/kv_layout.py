@@ -198,8 +198,9 @@ class KVLayout:
         return sum(group.blocks_for(tokens) for group in self.groups)
 
     def arena_slots_for(self, tokens: int) -> int:
-        """Return the number of slots for a context of `tokens` tokens and for its encodings, if all tokens are
-        placeholders.
+        """Return the largest number of arena slots that a context of `tokens` tokens and its encodings can need.
+
+        The encodings need the most slots if every token is a placeholder. No blocks before a window are dropped.
         """
         return sum(group.blocks_for(tokens) for group in self.all_groups)
 

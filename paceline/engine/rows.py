@@ -69,11 +69,15 @@ class Inputs:
 class Rows:
     """The state of up to `count` requests.
 
-    `token_ids` int32 [count, max_len + max_drafts] has the context of each row, followed by the row's drafts. There are
-    lists with one number for each row: `lengths` and `drafts`, the numbers of tokens of the context and of drafts after
-    it; `limits`, the largest number of tokens that the context may have; `capacities`, the number of tokens that fit
-    into its blocks; `drafter_lengths`, the number of tokens whose KV a draft model has computed; `undraftable`, whether
-    the row gets no more drafts of a draft model, because this model has computed NaN for the row.
+    `token_ids` int32 [count, max_len + max_drafts] has the context of each row, followed by the row's drafts. Each of
+    these lists has one value for each row:
+
+    - `lengths`: number of tokens of the context.
+    - `drafts`: number of drafts after the context.
+    - `limits`: largest number of tokens that the context may have.
+    - `capacities`: number of tokens that fit into the context's blocks.
+    - `drafter_lengths`: number of tokens whose KV a draft model has computed.
+    - `undraftable`: whether the draft model makes no more drafts for the row, because it has computed NaN for the row.
 
     A forward pass fills the CPU's caches with weights, so the first call of any function after it is slow. Therefore
     the code that forms inputs calls few functions: it uses plain numbers in lists, and slices of arrays.

@@ -26,7 +26,7 @@ class FusedExperts:
     """Number of outputs of each part. The parts are gate and up, or only down."""
     size_in: int
     transposed: bool = False
-    """Whether the tensor is [experts, size_in, sum(sizes_out)] instead."""
+    """Whether the last two dimensions are swapped: the tensor is [experts, size_in, sum(sizes_out)]."""
     interleaved: bool = False
     """Whether output i belongs to part i % (number of parts). Otherwise the outputs of each part are together."""
 

@@ -69,8 +69,9 @@ class Rotary:
 
 
 def section_axes(rope: Rope, pairs: int) -> Tensor:
-    """Return the position that turns each pair of dimensions by `Rope.sections`, int64 [pairs]: 0 frame, 1 row, 2
-    column.
+    """Return which of a token's three positions turns each pair of dimensions, according to `Rope.sections`.
+
+    The result is int64 [pairs]: 0 stands for the frame, 1 for the row, 2 for the column.
     """
     assert rope.sections is not None
     pair = torch.arange(pairs)

@@ -1,8 +1,8 @@
 """The times around steps, from the traces of requests that ran alone. Pure functions.
 
-A gateway's trace has instants on the gateway's clock, but of a worker only durations. The time between the end of a
-worker's step and the gateway's instant cannot be separated from the time before the step. Their sum is split into equal
-halves, because only the sum matters to a request that runs alone.
+A gateway's trace has instants on the gateway's clock, but only durations from workers. So the time before a worker's
+step and the time from the step's end to the gateway's next instant cannot be measured apart; only their sum is known.
+The sum is split into equal halves, because only the sum matters to a request that runs alone.
 """
 
 from __future__ import annotations

@@ -127,9 +127,9 @@ class SimulationRecorder:
     """Collects the measurements of a simulation.
 
     Args:
-        token: delay from the end of a step until clients have its tokens.
+        token: delay from the end of a step until clients have the step's tokens.
         watches: whether a planner reads the recent traffic (`Recent`).
-        seed: seed of the order of these delays.
+        seed: seed of the order in which the values of the delay `token` come.
     """
 
     def __init__(self, objectives: Objectives, token: Delay, watches: bool = False, seed: int = 0) -> None:

@@ -82,14 +82,14 @@ class CalledAgain:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The largest batch that a recording can replay. Numbers are powers of two; `context`, in keys, is one times
-    SPLIT.
-    """
+    """The largest batch that a recording can replay."""
 
     requests: int
+    """Largest number of requests, a power of two."""
     queries: int
-    """Largest number of tokens of each request."""
+    """Largest number of tokens of each request, a power of two."""
     context: int
+    """Largest number of keys of each request: SPLIT times a power of two."""
 
 
 def size_of(batch: AttentionBatch) -> Size | None:

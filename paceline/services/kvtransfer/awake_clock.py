@@ -9,7 +9,7 @@ LONGEST_GAP_SECONDS = 1.0
 
 
 class AwakeClock:
-    """A clock that counts the seconds in which this process ran, if it is called several times a second.
+    """A clock that counts only the seconds in which this process ran. It has to be called several times a second.
 
     A process that is stopped, or whose machine sleeps, cannot receive renewals of leases. Such a pause must not make
     leases expire. So at most LONGEST_GAP_SECONDS between two calls are counted.

@@ -274,7 +274,7 @@ class Ledger:
         return [block_tables.names_of(self._pool, table) for table in lease.tables]
 
     def restore(self, claims: Sequence[Claim], now: float) -> None:
-        """Add the leases that workers claim from an earlier ledger to this new one. All other blocks are free.
+        """Take over the leases that workers claim to have from an earlier ledger. All other blocks are free.
 
         Raises:
             ContradictionError: not all claims can be true. Then the ledger does not change.

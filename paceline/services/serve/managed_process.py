@@ -11,7 +11,7 @@ from paceline.core.errors import PacelineError, UnavailableError
 from paceline.services.serve.child import Child
 
 SETTLED_SECONDS = 5.0
-"""An end sooner than this after the start, in seconds, counts as a failure, because it is likely to happen again."""
+"""If a process ends within this many seconds of its start, that is a failure, and is likely to happen again."""
 MOST_FAILURES = 5
 """Number of failures in a row after which the service is given up."""
 _PAUSES = (0.25, 10.0)

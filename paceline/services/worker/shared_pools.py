@@ -114,7 +114,7 @@ class SharedPool:
 
 
 class SharedPools:
-    """Reads the pools of other workers on the same device as this worker's own pool.
+    """Copies blocks into this worker's pool from the pools of other workers on the same device.
 
     Args:
         own: this worker's pool.

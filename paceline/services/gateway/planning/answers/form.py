@@ -134,12 +134,12 @@ class ChannelForm(ToolForm):
         may_think: bool,
         content: str | None,
     ) -> list[str]:
-        """Return the rules of a grammar for an answer, or for the rest of it after its first reasoning.
+        """Return the rules of a grammar for an answer, or, if the answer begins with reasoning, for what follows this.
 
-        One of them is named "body".
+        The rule to start with is named "body".
 
         Args:
             may_think: whether reasoning may come again.
-            content: the name of the rule for the content; None if it may be any text, which is named "TEXT".
+            content: name of the rule for the content; None to use the existing rule "TEXT", for any text.
         """
         raise NotImplementedError
