@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns, left_to_prefill
+from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns
 
 MS = 1_000_000
 TARGET = 0.05
@@ -173,8 +173,14 @@ def test_a_backlog_of_prompts_gets_more_of_a_slow_machine(
     assert clock.waited(decode.begin) == pytest.approx(51, abs=2)  # until prefill's claim expires
 
 
-def test_a_given_target_is_kept_while_there_is_a_backlog() -> None:
-    assert left_to_prefill(28, 0.5, 0.5, [10] * 8, 60.0) == 18
+def test_a_given_target_is_kept_while_there_is_a_backlog(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
+) -> None:
+    for _ in range(40):
+        leave_turn(clock, decode, prefill, 80)
+        for ms in range(0, 200, 10):
+            clock.after(ms, lambda: prefill._may_compute(clock()))
+        assert clock.waited(decode.begin) == pytest.approx(40, abs=1)
 
 
 def test_one_slow_step_does_not_change_the_share_of_prefill(

@@ -26,7 +26,7 @@ def test_prefill_has_another_speed_in_its_turns() -> None:
     found = find_turns(0.0, [*prompts, prompt(7.0, 0.1)], [*steps, decoding(5.0, 0.01, 0)], TIMES, TIMES)
     assert found.speed_of_prefill(1) == pytest.approx(0.1 / 0.082)
     assert found.speed_of_prefill(0) == 1
-    assert (found.itl_target, found.least_share) == (0.028, 1.5)
+    assert (found.itl_target, found.least_share, found.backlog_share) == (0.028, 1.5, 3.0)
     few = find_turns(0.0, prompts[:2], steps, TIMES, TIMES)
     assert few.speed_of_prefill(1) == 1
 
@@ -43,7 +43,8 @@ def test_decode_steps_take_longer_and_begin_late_while_prefill_has_work() -> Non
 
 def test_without_steps_at_the_same_time_nothing_is_known() -> None:
     found = find_turns(0.05, [prompt(0.0, 0.1)], [decoding(3.0, 0.01, 0)], TIMES, TIMES)
-    assert (found.speed_of_prefill(1), found.decode, found.itl_target, found.least_share) == (1.0, None, 0.05, 0.5)
+    assert (found.speed_of_prefill(1), found.decode, found.itl_target) == (1.0, None, 0.05)
+    assert (found.least_share, found.backlog_share) == (0.5, 0.5)
     assert found.late.seconds == 0
 
 

@@ -69,6 +69,16 @@ def test_a_backlog_of_prompts_gets_more_of_the_cores() -> None:
     assert only.ttft.p99 == pytest.approx(2.0 + (2.0 - 2.0 / 3) / 0.75, rel=0.05)
 
 
+def test_prompts_with_a_pause_between_them_are_no_backlog() -> None:
+    own = worker_times(planned_steps=0)
+    turns = TurnTimes(itl_target=0.0, least_share=0.5, backlog_share=3.0)
+    requests = [TraceRequest(0.0, 10, 400), TraceRequest(0.1, 500, 1), TraceRequest(1.9, 500, 1)]
+    _, result = run(requests, profile=profile(own, own, turns=turns))
+    (only,) = result.classes.values()
+    assert only.ttft.p50 == pytest.approx(1.5, rel=0.05)
+    assert only.ttft.p99 == pytest.approx(1.5, rel=0.05)
+
+
 def test_the_measured_rate_of_a_prefill_worker_includes_the_turns_of_others() -> None:
     """It says when the gateway gives the worker its next prompt."""
     own = worker_times(planned_steps=0, max_batched_tokens=256)

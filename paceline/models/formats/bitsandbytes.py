@@ -81,7 +81,7 @@ class BitsAndBytes:
         import torch  # here, because processes without torch read configs
 
         state = self._state(matrix, tensors["state"])
-        if list(state.get("shape", ())) != list(shape):
+        if state.get("shape") != list(shape):
             raise refuse(self.name, f"but {matrix} has the shape {state.get('shape')!r:.40} instead of {list(shape)}")
         block = count_field(state, self.name, "blocksize", 64)
         scales = self._scales(matrix, tensors, state)
@@ -90,7 +90,7 @@ class BitsAndBytes:
             raise refuse(self.name, f"but {matrix} has {len(scales)} scales for blocks of {block} weights")
         codes = tensors["codes"].contiguous().view(torch.uint8).flatten()
         pairs = torch.stack((codes >> 4, codes & 15), 1).flatten()[:size]
-        weights = tensors["map"][pairs.int()] * scales.repeat_interleave(block)[:size]
+        weights = tensors["map"][pairs.int()] * scales.repeat_interleave(min(block, size))[:size]
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(str(state.get("dtype")), torch.float32)
         return weights.to(dtype).view(shape)
 
@@ -104,7 +104,7 @@ class BitsAndBytes:
             nested = tensors["nested_scales"]
             if block <= 0 or len(nested) != -(-len(scales) // block) or not isinstance(offset, (int, float)):
                 raise refuse(self.name, f"but the scales of {matrix} contradict each other")
-            spread = nested.repeat_interleave(block)[: len(scales)]
+            spread = nested.repeat_interleave(min(block, len(scales)))[: len(scales)]
             scales = tensors["nested_map"][scales.int()] * spread + offset
         return scales
 
@@ -112,7 +112,7 @@ class BitsAndBytes:
         """Return what the library notes of a matrix as JSON."""
         try:
             state = json.loads(bytes(stored.tolist()))
-        except ValueError:
+        except (ValueError, RecursionError):
             state = None
         if not isinstance(state, Mapping):
             raise refuse(self.name, f"but the quant_state of {matrix} is not an object in JSON")

@@ -27,6 +27,10 @@ NF4 = (
 """The numbers of NF4's codes, from the QLoRA paper."""
 
 
+STATE = "weight.quant_state.bitsandbytes__nf4"
+"""End of the name of the tensor with what the library notes of a matrix."""
+
+
 def config_of(bits: int = 4, kind: str = "nf4", **fields: Any) -> dict[str, Any]:
     return {
         "quant_method": "bitsandbytes",
@@ -64,7 +68,7 @@ def pack(weight: Tensor, nested: bool = True, **state: Any) -> tuple[dict[str, T
         notes |= {"nested_blocksize": 256, "nested_offset": offset, "nested_dtype": "float32"}
         scales = nested_map[places] * largest.repeat_interleave(256)[: len(scales)] + offset
     whole = numbers[codes] * scales.repeat_interleave(64)[: len(flat)]
-    parts["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(notes).encode()), dtype=torch.uint8)
+    parts[STATE] = torch.tensor(list(json.dumps(notes).encode()), dtype=torch.uint8)
     return parts, whole.view(weight.shape)
 
 
@@ -132,7 +136,8 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"weight.quant_state.bitsandbytes__nf4": torch.tensor([123], dtype=torch.uint8)}, "not an object in JSON"),
+        ({STATE: torch.tensor([123], dtype=torch.uint8)}, "not an object in JSON"),
+        ({STATE: torch.full((100_000,), ord("["), dtype=torch.uint8)}, "not an object in JSON"),
         ({"weight.absmax": torch.zeros(3)}, "has 3 scales for blocks of 64 weights"),
         ({"weight.absmax": torch.zeros(8, dtype=torch.uint8)}, "lacks the scales of its scales"),
     ],
@@ -145,12 +150,22 @@ def test_tensors_that_contradict_each_other_are_named(changes: dict[str, Tensor]
 
 @pytest.mark.parametrize(
     ("state", "named"),
-    [({"shape": [4, 128]}, r"shape \[4, 128\] instead of \[8, 64\]"), ({"blocksize": 0}, "for blocks of 0 weights")],
+    [
+        ({"shape": [4, 128]}, r"shape \[4, 128\] instead of \[8, 64\]"),
+        ({"shape": 512}, r"shape 512 instead of \[8, 64\]"),
+        ({"blocksize": 0}, "for blocks of 0 weights"),
+        ({"blocksize": 10**15}, f"has 8 scales for blocks of {10**15} weights"),
+    ],
 )
 def test_a_state_of_another_matrix_is_named(state: dict[str, Any], named: str) -> None:
     tensors, _ = pack(torch.randn(8, 64), **state)
     with pytest.raises(ModelError, match=named):
         decoded(config_of(), tensors, (8, 64))
+
+
+def test_a_block_may_be_larger_than_its_matrix() -> None:
+    tensors, expected = pack(torch.randn(8, 8), nested=False, blocksize=10**15)
+    assert torch.equal(decoded(config_of(), tensors, (8, 8)), expected)
 
 
 def test_8_bits_in_the_layout_of_an_old_gpu_are_refused() -> None:
