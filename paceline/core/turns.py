@@ -10,14 +10,15 @@ more while prompts have waited without a pause.
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
 not of the one after it. So prefill announces the handoff, and decode plans its next step a little later.
 
-The workers share one page of the host's memory. Its words are instants of the monotonic clock in nanoseconds. Each
-expires by itself, so a worker that is killed during its turn, or while it waits for one, hardly delays the others.
+The workers share one page of the host's memory. Its words are instants of the monotonic clock in nanoseconds. Claims
+expire by themselves, so a worker that is killed during its turn, or while it waits for one, hardly delays the others.
 
     word 0            instant until which prefill may compute although decode has work
     word 1            instant until which prefill wants the cores
     word 2 + slot     instant until which the decode worker with this slot computes
     word 64           instant until which a request may be handed over
     word 65           instant until which a worker computes urgent requests (`engine/background.py`)
+    word 66           instant since which prefill has wanted the cores without a pause
 
 No word says anything about other memory, so their order does not matter, and no processor needs fences here.
 
@@ -40,6 +41,7 @@ SLOTS = 62
 
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
+_WANTED_SINCE = 4 + SLOTS
 URGENT_UNTIL = 3 + SLOTS
 """Index of the word with the instant until which a worker of the host computes urgent requests."""
 
@@ -208,24 +210,17 @@ class DecodeTurns:
         self._shares = (_AUTO_SHARE, BACKLOG_SHARE) if itl_target is None else (_LEAST_SHARE, _LEAST_SHARE)
         self._clock, self._sleep = clock, sleep
         self._began = 0
-        self._unwanted_at = clock()
-        """When this worker last saw that prefill paused."""
         self._steps: deque[int] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
         self._wait_until(self._words[_PREFILL_UNTIL])
         self._began = self._clock()
-        self._see_prefill(self._began)
         self._words[_FIRST_SLOT + self.slot] = self._began + _ALIVE
 
     def end(self, hands_over: bool = False) -> bool:
         self._steps.append(self._clock() - self._began)
-        wanted_seconds = (self._clock() - self._unwanted_at) / 1e9
+        wanted_seconds = (self._clock() - self._words[_WANTED_SINCE]) / 1e9
         return self._leave(int(left_to_prefill(self._target, *self._shares, self._steps, wanted_seconds)))
-
-    def _see_prefill(self, now: int) -> None:
-        if now - self._words[_WANTED_UNTIL] > _PAUSE:
-            self._unwanted_at = now
 
     def end_piece(self) -> None:
         # Several pieces may come between two steps. So a piece leaves only its share of the time, not the rest of the
@@ -236,7 +231,6 @@ class DecodeTurns:
         """If prefill waits, leave it the cores for `duration`. Return whether prefill has the cores now."""
         words, now = self._words, self._clock()
         words[_FIRST_SLOT + self.slot] = 0
-        self._see_prefill(now)
         if words[_PREFILL_UNTIL] <= now < words[_WANTED_UNTIL]:
             words[_PREFILL_UNTIL] = now + duration
         return now < words[_PREFILL_UNTIL]
@@ -290,6 +284,8 @@ class PrefillTurns:
 
     def _may_compute(self, now: int) -> bool:
         words = self._words
+        if now - words[_WANTED_UNTIL] > _PAUSE:
+            words[_WANTED_SINCE] = now
         words[_WANTED_UNTIL] = now + _ALIVE
         return now < words[_PREFILL_UNTIL] or all(busy <= now for busy in words[_FIRST_SLOT : _FIRST_SLOT + SLOTS])
 

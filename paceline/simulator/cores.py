@@ -61,8 +61,8 @@ class Cores:
         self._recent: deque[float] = deque(maxlen=STEPS)
         self._until = 0.0
         """Instant until which prefill has the cores although decode has work."""
-        self._unwanted_at = 0.0
-        """Instant at which prefill last had no work."""
+        self._wanted_since: float | None = None
+        """Instant since which prefill has had work without a pause; None if it has none."""
 
     def enter(self, worker: CoreUser) -> None:
         """Let a worker of this host take part in the turns."""
@@ -112,6 +112,7 @@ class Cores:
     def may_begin(self, worker: CoreUser) -> bool:
         """Return whether a worker may begin a step now. If not, it is woken when it may."""
         if worker.role == "prefill":
+            self._wanted_since = self._events.now if self._wanted_since is None else self._wanted_since
             for decode_worker in self._of("decode"):
                 decode_worker.clock.cut(decode_worker.clock.steps_begun())
             return not self._decode_computes() or self._events.now < self._until
@@ -120,8 +121,6 @@ class Cores:
     def begun(self, worker: CoreUser) -> None:
         """Note that a worker has begun a step, which interrupts prefill if the worker decodes."""
         if worker.role == "decode":
-            if not self.is_wanted_by_prefill():
-                self._unwanted_at = self._events.now
             for other in self._of("prefill"):
                 other.clock.pause()
 
@@ -132,7 +131,8 @@ class Cores:
         self._recent.extend(seconds)
         if self.is_wanted(worker) and not self._decode_computes():
             late = self.turns.late.at(0, self._random.random())
-            left = self.turns.left_to_prefill(self._recent, self._events.now - self._unwanted_at)
+            wanted_seconds = 0.0 if self._wanted_since is None else self._events.now - self._wanted_since
+            left = self.turns.left_to_prefill(self._recent, wanted_seconds)
             self._until = self._events.now + left + late
             self._events.at(self._until, self._release)
             self._give_to_prefill()
@@ -140,7 +140,7 @@ class Cores:
     def idle(self, worker: CoreUser) -> None:
         """Note that a worker has no more work, or waits for its turn."""
         if worker.role == "prefill" and not self.is_wanted_by_prefill():
-            self._until, self._unwanted_at = 0.0, self._events.now
+            self._until, self._wanted_since = 0.0, None
             self._release()
         elif worker.role == "decode" and not worker.has_work:
             self._give_to_prefill()

@@ -173,6 +173,20 @@ def test_a_backlog_of_prompts_gets_more_of_a_slow_machine(
     assert clock.waited(decode.begin) == pytest.approx(51, abs=2)  # until prefill's claim expires
 
 
+def test_prompts_are_no_backlog_because_decode_was_idle(page: memoryview, clock: Clock, prefill: PrefillTurns) -> None:
+    """A decode worker whose first step in a minute comes with a burst of prompts leaves them its usual share."""
+    decode = DecodeTurns(page, 7, None, clock, clock.sleep)
+    leave_turn(clock, decode, prefill, 40)
+    clock.pass_ms(60_000)
+    for ms in range(0, 400, 10):
+        clock.after(ms, lambda: prefill._may_compute(clock()))
+    clock.pass_ms(1)
+    decode.begin()
+    clock.pass_ms(40)
+    decode.end()
+    assert clock.waited(decode.begin) == pytest.approx(60, abs=1)
+
+
 def test_a_given_target_is_kept_while_there_is_a_backlog(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:

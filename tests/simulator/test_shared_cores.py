@@ -73,6 +73,7 @@ def test_prompts_with_a_pause_between_them_are_no_backlog() -> None:
     own = worker_times(planned_steps=0)
     turns = TurnTimes(itl_target=0.0, least_share=0.5, backlog_share=3.0)
     requests = [TraceRequest(0.0, 10, 400), TraceRequest(0.1, 500, 1), TraceRequest(1.9, 500, 1)]
+    requests += [TraceRequest(20.0, 10, 200), TraceRequest(20.015, 500, 1)]  # after a time without any work
     _, result = run(requests, profile=profile(own, own, turns=turns))
     (only,) = result.classes.values()
     assert only.ttft.p50 == pytest.approx(1.5, rel=0.05)
