@@ -191,10 +191,10 @@ def test_a_given_target_is_kept_while_there_is_a_backlog(
     clock: Clock, decode: DecodeTurns, prefill: PrefillTurns
 ) -> None:
     for _ in range(40):
-        leave_turn(clock, decode, prefill, 80)
+        leave_turn(clock, decode, prefill, 40)
         for ms in range(0, 200, 10):
             clock.after(ms, lambda: prefill._may_compute(clock()))
-        assert clock.waited(decode.begin) == pytest.approx(40, abs=1)
+        assert clock.waited(decode.begin) == pytest.approx(20, abs=1)
 
 
 def test_one_slow_step_does_not_change_the_share_of_prefill(
