@@ -26,6 +26,7 @@ def test_without_an_itl_target_prefill_gets_more_of_a_slow_machine(
     turns.present._clock = lambda: now
     turns.begin()
     now += 40_000_000  # a step of 40 ms
-    page.cast("q")[1] = now + 1_000_000  # prefill waits
+    page.cast("q")[66] = now  # prefill begins to wait
+    page.cast("q")[1] = now + 1_000_000
     turns.end(hands_over=False)
     assert page.cast("q")[0] - now == left * 1_000_000
