@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any
 
 from paceline.core.json_grammar.conjunctions import Conjunctions, Facts
@@ -20,6 +19,13 @@ _MOST_SPELLED = 2_000
 """Largest number of characters of given texts that are written with all their spellings. Each character takes up to 30
 characters in the grammar.
 """
+_MOST_PART_WAYS = 20_000
+"""Largest number of alternatives of all parts of terminals. The library needs about five units of fuel for each of them,
+and has 200,000."""
+
+
+class _TooManyPartsError(Exception):
+    """The parts of terminals have too many alternatives."""
 
 
 @dataclass
@@ -34,8 +40,8 @@ class Work:
     """Sentences that say why parts of the schema are impossible."""
     spelled: int = 0
     """Number of characters of given texts that are in the grammar with all their spellings so far."""
-    steps: dict[Fraction, float | None] = field(default_factory=dict)
-    """For each `multipleOf` with decimals, the float that makes the library read it; None if no float does."""
+    parts_left: int = _MOST_PART_WAYS
+    """Number of alternatives that parts of terminals may still have."""
 
 
 @dataclass
@@ -46,7 +52,6 @@ class Scalars:
     """Expressions of terminals for values without quotes."""
     texts: dict[Quoting, dict[str, None]] = field(default_factory=dict)
     """Expressions of terminals for texts, by the way in which the texts are quoted."""
-    rules: list[Rule] = field(default_factory=list)
 
     def add_text(self, quoting: Quoting, expression: str) -> None:
         self.texts.setdefault(quoting, {})[quoting.marked(expression)] = None
@@ -61,7 +66,6 @@ class Builder(ABC):
         self.conjunctions = work.conjunctions
         self.rules = work.rules
         self.closes = work.closes
-        self.steps = work.steps
         self._anything: Rule | None = None
 
     @property
@@ -96,6 +100,30 @@ class Builder(ABC):
             if keyword in schema:
                 self.conjunctions.miss(schema, name or keyword)
 
+    def with_parts(self, make: Callable[[Callable[[str], str]], str]) -> str | None:
+        """Return an expression whose parts are terminals of their own; None if the parts are too large.
+
+        Args:
+            make: makes the expression. It gets a function that returns the name of a part with a given expression.
+        """
+        left = self._work.parts_left
+
+        def named(expression: str) -> str:
+            nonlocal left
+            ways = expression.count("|") + 1
+            self.conjunctions.spend(1 + ways // 4)
+            left -= ways
+            if left < 0:
+                raise _TooManyPartsError
+            return self.rules.terminal(expression)
+
+        try:
+            made = make(named)
+        except _TooManyPartsError:
+            return None
+        self._work.parts_left = left
+        return made
+
     def types(self, facts: Facts) -> frozenset[str]:
         """Return the JSON types that the schemas in `facts` allow."""
         return types_of(facts, self.conjunctions, by_keywords=self.closes)
@@ -126,7 +154,7 @@ class Builder(ABC):
 
         A lexer takes the longest text that any terminal matches, so one of several terminals could hide another one.
         """
-        ways: list[Sequence[Element]] = [[rule, *self.end()] for rule in scalars.rules]
+        ways: list[Sequence[Element]] = []
         merged = list(scalars.plain)
         for quoting, expressions in scalars.texts.items():
             if quoting.token:

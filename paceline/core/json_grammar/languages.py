@@ -1,9 +1,8 @@
-"""Questions about expressions and numbers, answered by the grammar library, which never backtracks and has limits."""
+"""Questions about expressions, answered by the grammar library, which never backtracks and has limits."""
 
 from __future__ import annotations
 
 import functools
-import json
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -51,9 +50,3 @@ def matches(matcher: LLMatcher, text: str) -> bool:
         raise ConstraintError(f"a text of more than {_MOST_BYTES} bytes cannot be compared with a pattern")
     copy = matcher.deep_copy()
     return copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
-
-
-def is_readable_step(step: float) -> bool:
-    """Return whether the library can enforce this `multipleOf`. It refuses numbers of more than about nine digits."""
-    schema = json.dumps({"type": "number", "multipleOf": step})
-    return not LLMatcher.validate_grammar(f"start: %json {schema}")

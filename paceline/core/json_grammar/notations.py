@@ -39,8 +39,6 @@ class Notation:
     colon: str = '":"'
     end: str = ""
     """A regular expression for the text that must follow each value."""
-    hides_rules: bool = False
-    """Whether the terminal of scalars would hide other rules for scalars, because it is longer."""
     types: frozenset[str] = frozenset()
     """Types that a value may have if its text does not show its type; empty if any type is possible."""
     inside: Notation | None = None
@@ -180,7 +178,6 @@ def _parameter(types: frozenset[str]) -> Notation:
         fallback=None,
         any_value=_ANY_PARAMETER,
         end=_PARAMETER_END,
-        hides_rules="string" in types,
         types=types,
         inside=_SPACED_JSON,
     )

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 
-_DIGITS = 20
+MOST_DIGITS = 20
+"""Largest number of digits before or after the point of a number that has no bounds."""
 _MAX_BOUND_DIGITS = 400
-INTEGER = rf"-?(0|[1-9][0-9]{{0,{_DIGITS - 1}}})"
-_FRACTION = rf"(\.[0-9]{{1,{_DIGITS}}})?"
+INTEGER = rf"-?(0|[1-9][0-9]{{0,{MOST_DIGITS - 1}}})"
+_FRACTION = rf"(\.[0-9]{{1,{MOST_DIGITS}}})?"
 _DECIMAL = rf"{INTEGER}{_FRACTION}([eE]([+-]?[0-9]{{1,2}}|-[0-9]{{3}}))?"
 _SCIENTIFIC = rf"[1-9]{_FRACTION}[eE][+-]?[0-9]{{1,3}}"
 
@@ -41,17 +42,17 @@ def number(low: Bound | None, high: Bound | None, *, is_integer: bool, excluded:
     if not low and not high and not excluded:
         return f"/{INTEGER}/" if is_integer else NUMBER
     known = [_split(bound[0]) for bound in (low, high) if bound]
-    digits = max([_DIGITS, *(len(whole) + 1 for whole, _ in known)])
-    fraction_digits = max([_DIGITS, *(len(decimals) + 1 for _, decimals in known)])
+    digits = max([MOST_DIGITS, *(len(whole) + 1 for whole, _ in known)])
+    fraction_digits = max([MOST_DIGITS, *(len(decimals) + 1 for _, decimals in known)])
     rest = "" if is_integer else rf"(\.[0-9]{{1,{fraction_digits}}})?"
-    parts = [f"/-?(0|[1-9][0-9]{{0,{digits - 1}}}){rest}/"]
-    if low:
-        parts.append(f"/{_at_least(*low)}/")
-    if high:
-        parts.append(f"/{_at_most(*high)}/")
-    parts += [f"~/{_spellings(value)}/" for value in excluded]
-    plain = " & ".join(parts)
+    others = [f"~/{_spellings(value)}/" for value in excluded]
+    plain = " & ".join([f"/-?(0|[1-9][0-9]{{0,{digits - 1}}}){rest}/", *within(low, high), *others])
     return plain if is_integer else f"({plain}) | ({_scientific(low, high, excluded)})"
+
+
+def within(low: Bound | None, high: Bound | None) -> list[str]:
+    """Return terminals that together allow the decimals within bounds. Their number of digits is limited elsewhere."""
+    return [*([f"/{_at_least(*low)}/"] if low else []), *([f"/{_at_most(*high)}/"] if high else [])]
 
 
 def _scientific(low: Bound | None, high: Bound | None, excluded: Sequence[Fraction] = ()) -> str:

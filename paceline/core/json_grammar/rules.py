@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ _MAX_CHARACTERS = 2_000_000
 """Largest number of characters of all terminals together. Caches keep grammars in memory, and escapes make texts
 longer.
 """
+
+_NAME = re.compile(r"\bT[0-9]+\b")
+"""A name of a terminal. Texts may have the same characters, so more terminals than needed may be found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +85,20 @@ class Rules:
         used = _used(first.number, kept)
         lines = [f"start: r{first.number}"]
         lines += [f"r{number}: {' | '.join(map(_sequence, kept[number]))}" for number in used]
-        names = {name for number in used for way in kept[number] for name in _terminals_of(way)}
+        names = self._with_parts({name for number in used for way in kept[number] for name in _terminals_of(way)})
         lines += [f"{name}: {text}" for text, name in self._terminals.items() if name in names]
         return [*lines, CHARACTER_RULE]
+
+    def _with_parts(self, names: Iterable[str]) -> set[str]:
+        """Return the names of terminals together with the names of the terminals in their expressions."""
+        texts = {name: text for text, name in self._terminals.items()}
+        found: set[str] = set()
+        pending = list(names)
+        while pending:
+            if (name := pending.pop()) in texts and name not in found:
+                found.add(name)
+                pending += _NAME.findall(texts[name])
+        return found
 
     def _productive(self) -> set[int]:
         """Return the rules that at least one text fits."""

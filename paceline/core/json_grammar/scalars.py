@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from math import isfinite, lcm, nextafter
+from functools import partial
+from math import isfinite, lcm
 from typing import Any
 
 from paceline.core.json_grammar.builder import Builder, Scalars
 from paceline.core.json_grammar.conjunctions import EXCLUDED, Facts
 from paceline.core.json_grammar.facts import bounds, least_and_most, patterns_of, steps
-from paceline.core.json_grammar.languages import is_possible, is_readable_step
-from paceline.core.json_grammar.numbers import Bound, fraction, has_multiple, number
+from paceline.core.json_grammar.languages import is_possible
+from paceline.core.json_grammar.multiples import multiples
+from paceline.core.json_grammar.numbers import MOST_DIGITS, Bound, fraction, has_multiple, number, within
 from paceline.core.json_grammar.strings import Quoting
 
 MAX_MULTIPLE = 10_000
-"""Largest `multipleOf`, read without its decimal point. The library makes a state for each remainder, so large primes
-would take minutes.
-"""
-_BOUND = Fraction(10**15)
-"""Largest absolute value of a number that must be a multiple of a step."""
-_MAX_DECIMALS = 20
-_STEP_STEPS = 500
-"""Price of asking the library whether it can read a `multipleOf`, in steps of `Conjunctions.spend`."""
+"""Largest `multipleOf`, read without its decimal point. Terminals are made for each remainder."""
+_WANTED_DIGITS = 16, 12, 9, 7
+"""Largest numbers of digits before the point of multiples without bounds, the best first."""
 
 
 def add_scalars(builder: Builder, facts: Facts, types: frozenset[str], found: Scalars) -> None:
@@ -50,66 +46,47 @@ def _add_numbers(builder: Builder, facts: Facts, types: frozenset[str], found: S
     excluded = [fraction(each) for each in _excluded(facts) if _is_number(each)]
     low, high = bounds(facts, builder.conjunctions)
     step = _step(builder, facts)
-    if step is not None and builder.notation.hides_rules:
-        builder.miss(facts, "multipleOf")  # it needs a rule of its own
-        step = None
-    if step is not None and not is_integer and not all(_for_library(builder, each) for each in _by_decimals(step)):
-        builder.miss(facts, "multipleOf")
-        step = None
-    if step is None or (is_integer and step.numerator == 1):
-        expression = number(low, high, is_integer=is_integer, excluded=excluded)
-        if expression is None or (excluded and not is_possible(expression)):
-            builder.impossible(_interval(low, high))
-        else:
-            found.plain[f"({expression})"] = None
-        return
-    if is_integer:
+    if is_integer and step is not None:
         step = Fraction(step.numerator)  # the whole multiples of a fraction in its lowest terms
-    if not has_multiple(low, high, step):
+    expression: str | None
+    if step is None or (is_integer and step == 1):
+        expression = number(low, high, is_integer=is_integer, excluded=excluded)
+    elif not has_multiple(low, high, step):
         builder.impossible("no multiple is within its bounds")
         return
-    if excluded:
+    elif (expression := _multiples(builder, step, low, high, 0 if is_integer else MOST_DIGITS)) is None:
+        builder.miss(facts, "multipleOf")
+        expression = number(low, high, is_integer=is_integer, excluded=excluded)
+    elif excluded:
         builder.miss(facts, EXCLUDED, "not")
-    limits: dict[str, Any] = {"type": "integer" if is_integer else "number"}
-    for bound, closed, opened in ((low, "minimum", "exclusiveMinimum"), (high, "maximum", "exclusiveMaximum")):
-        value, is_outside = bound or ((-_BOUND if closed == "minimum" else _BOUND), False)
-        limits[opened if is_outside else closed] = _plain(value)
-    each_step = [_for_library(builder, each) for each in _by_decimals(step) if has_multiple(low, high, each)]
-    ways = [{**limits, "multipleOf": each} for each in each_step if each is not None]
-    found.rules.append(builder.rules.add(builder.rules.new(), *([f"%json {json.dumps(way)}"] for way in ways)))
+        excluded = []
+    if expression is None or (excluded and not is_possible(expression)):
+        builder.impossible(_interval(low, high))
+    else:
+        found.plain[f"({expression})"] = None
 
 
-def _by_decimals(step: Fraction) -> list[Fraction]:
-    """Return the numbers of which the multiples of a number are multiples if they have fewer decimals than it.
+def _multiples(builder: Builder, step: Fraction, low: Bound | None, high: Bound | None, decimals: int) -> str | None:
+    """Return a terminal for the multiples of `step` within bounds that have at most so many decimals.
 
-    The library reads a multiple only if it has no decimals, or as many as `multipleOf`: with 0.25 it takes 1.50 alone,
-    and with 0.5 it takes 1.5.
+    Return None if it would be too large. Multiples of a large number have fewer digits than others, so that there is a
+    terminal for them.
     """
-    found = {step: None}
-    for decimals in range(_MAX_DECIMALS):
-        if (step * 10**decimals).denominator == 1:
-            break
-        found[_common_multiple(step, Fraction(1, 10**decimals))] = None
-    return list(found)
+
+    for digits in _digits(low, high):
+        most = Fraction(10**digits), True
+        if has_multiple(low or (-most[0], True), high or most, step):
+            expression = builder.with_parts(partial(multiples, step, digits, decimals))
+            if expression is not None:
+                return " & ".join([f"({expression})", *within(low, high)])
+    return None
 
 
-def _for_library(builder: Builder, step: Fraction) -> int | float | None:
-    """Return a number that the library reads as this one; None if there is none.
-
-    The library multiplies a number by ten until no decimals are left. Because of rounding, 0.07 and 1.1 get too many
-    digits then. Often a neighbouring float gives the wanted number.
-    """
-    if step.denominator == 1:
-        return step.numerator
-    if step not in builder.steps:
-        builder.steps[step] = None
-        exact = float(step)
-        for each in (exact, nextafter(exact, 0), nextafter(exact, 1e308)):
-            builder.conjunctions.spend(_STEP_STEPS)
-            if is_readable_step(each):
-                builder.steps[step] = each
-                break
-    return builder.steps[step]
+def _digits(low: Bound | None, high: Bound | None) -> list[int]:
+    """Return the largest numbers of digits before the point to try, in order."""
+    longest = max([len(str(int(abs(bound[0])))) for bound in (low, high) if bound] or [0])
+    wanted = longest if low and high else max(_WANTED_DIGITS[0], longest + 1)
+    return [wanted, *(digits for digits in _WANTED_DIGITS if longest <= digits < wanted)]
 
 
 def _step(builder: Builder, facts: Facts) -> Fraction | None:
