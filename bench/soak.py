@@ -53,6 +53,8 @@ KILL_HOURS = 1 / 6
 VICTIMS = ("decode", "prefill", "decode", "prefill", "decode", "gateway", "prefill", "decode", "prefill", "kvtransfer")
 MOST_MEGABYTES = 2.0
 """Largest growth of a process in an hour, in MB."""
+WINDOWS = 60
+"""Number of parts of a run whose times between tokens are compared."""
 RUNNING = 48
 """Most requests that run at the same time."""
 
@@ -224,9 +226,9 @@ def report(results: Results, watch: Watch, kills: Sequence[str], seconds: float,
     """Return the figures of a run."""
     lives = [life for life in watch.lives.values() if len(life.readings) > 1]
     growths = {f"{life.name} {life.pid}": found for life in lives if (found := life.growth()) is not None}
-    warm = [gap for at, gap in results.gaps if at - began > seconds / 10]
-    half = len(warm) // 2
-    by_hour = [_p99(warm[:half]), _p99(warm[half:])]
+    windows = itl_windows([(at - began, gap) for at, gap in results.gaps], seconds)
+    warm = windows[WINDOWS // 10 :]
+    halves = [statistics.median(half) if half else None for half in (warm[: len(warm) // 2], warm[len(warm) // 2 :])]
     return {
         "requests": results.sent.total(),
         "seconds": round(seconds, 1),
@@ -237,14 +239,26 @@ def report(results: Results, watch: Watch, kills: Sequence[str], seconds: float,
         "odd": results.odd,
         "kills": list(kills),
         "growth": growths,
-        "itl_p99_ms_first_and_last_half": by_hour,
+        "itl_p99_ms": windows,
+        "itl_p99_ms_first_and_last_half": halves,
         "files": watch.files,
         "lives": [asdict(life) for life in lives],
     }
 
 
-def _p99(gaps: Sequence[float]) -> float | None:
-    return round(1000 * sorted(gaps)[int(0.99 * len(gaps))], 2) if gaps else None
+def itl_windows(gaps: Sequence[tuple[float, float]], seconds: float) -> list[float]:
+    """Return the p99 of the time between tokens in each of WINDOWS equal parts of a run, in ms.
+
+    A worker that starts after a kill takes the cores for some seconds. So a median of windows shows what lasts, and one
+    p99 of everything would show when the kills were.
+
+    Args:
+        gaps: for each token after the first of an answer, its time and the time since the token before it, in seconds.
+    """
+    windows = defaultdict(list)
+    for at, gap in gaps:
+        windows[min(WINDOWS - 1, int(WINDOWS * at / seconds))].append(gap)
+    return [round(1000 * sorted(own)[int(0.99 * len(own))], 2) for _, own in sorted(windows.items())]
 
 
 def draw_picture(figures: dict[str, Any], path: Path) -> None:
@@ -269,7 +283,10 @@ def show(figures: dict[str, Any]) -> bool:
         f"{figures['requests']} requests in {figures['seconds']:.0f} s; {figures['busy']} told to come back,"
         f" {figures['broken']} broken by {len(figures['kills'])} kills, {figures['left']} left by their clients"
     )
-    print("ITL p99, first and last half (ms):", *figures["itl_p99_ms_first_and_last_half"])
+    print(
+        "ITL p99, medians of the windows of the first and the last half (ms):",
+        *figures["itl_p99_ms_first_and_last_half"],
+    )
     good = not figures["odd"]
     for name, growth in figures["growth"].items():
         fine = growth["megabytes_per_hour"] <= MOST_MEGABYTES and growth["descriptors"] <= 0 and growth["threads"] <= 0

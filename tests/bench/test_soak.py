@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.soak import Life, Reading
+from bench.soak import WINDOWS, Life, Reading, itl_windows
 from bench.soak_calls import CALLS, INSIDE, LEFT_OUT, WEIGHTS, missing_routes
 from paceline.services.gateway.http.paths import DECISIONS
 
@@ -46,3 +46,10 @@ def test_descriptors_that_stay_are_seen() -> None:
 
 def test_a_short_life_shows_no_growth() -> None:
     assert life(3.0, 1.2).growth() is None
+
+
+def test_kills_are_windows_of_their_own() -> None:
+    gaps = [(at / 100, 0.5 if 100 <= at < 120 else 0.01) for at in range(6000)]
+    windows = itl_windows(gaps, 60.0)
+    assert len(windows) == WINDOWS
+    assert [place for place, p99 in enumerate(windows) if p99 > 10] == [1]
