@@ -20,8 +20,9 @@ _MOST_SPELLED = 2_000
 characters in the grammar.
 """
 _MOST_PART_WAYS = 20_000
-"""Largest number of alternatives of all parts of terminals. The library needs about five units of fuel for each of them,
-and has 200,000."""
+"""Largest number of alternatives of all parts of terminals. The library needs about five units of fuel for each of
+them, and has 200,000.
+"""
 
 
 class _TooManyPartsError(Exception):
