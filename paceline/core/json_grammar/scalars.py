@@ -72,7 +72,6 @@ def _multiples(builder: Builder, step: Fraction, low: Bound | None, high: Bound 
     Return None if it would be too large. Multiples of a large number have fewer digits than others, so that there is a
     terminal for them.
     """
-
     for digits in _digits(low, high):
         most = Fraction(10**digits), True
         if has_multiple(low or (-most[0], True), high or most, step):
@@ -83,10 +82,12 @@ def _multiples(builder: Builder, step: Fraction, low: Bound | None, high: Bound 
 
 
 def _digits(low: Bound | None, high: Bound | None) -> list[int]:
-    """Return the largest numbers of digits before the point to try, in order."""
-    longest = max([len(str(int(abs(bound[0])))) for bound in (low, high) if bound] or [0])
-    wanted = longest if low and high else max(_WANTED_DIGITS[0], longest + 1)
-    return [wanted, *(digits for digits in _WANTED_DIGITS if longest <= digits < wanted)]
+    """Return the largest numbers of digits before the point to try, in order; none if all multiples have very many."""
+    nearest = low[0] if low and low[0] > 0 else -high[0] if high and high[0] < 0 else Fraction(0)
+    least = len(str(int(nearest))) + 1
+    most = max(len(str(abs(int(bound[0])))) for bound in (low, high)) if low and high else None
+    sizes = {max(each, least) if most is None else min(most, max(each, least)) for each in _WANTED_DIGITS}
+    return sorted(sizes, reverse=True) if least <= MOST_DIGITS else []
 
 
 def _step(builder: Builder, facts: Facts) -> Fraction | None:

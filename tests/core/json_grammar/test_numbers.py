@@ -155,6 +155,12 @@ def test_multiples_within_bounds() -> None:
     ]
 
 
+def test_multiples_with_far_bounds() -> None:
+    assert accepts({"type": "integer", "multipleOf": 7, "maximum": 1e300}, "14", "15") == [True, False]
+    far = {"type": "integer", "multipleOf": 7, "minimum": 1e40}
+    assert [each.keyword for each in unenforced(ConstraintKind.JSON_SCHEMA, json.dumps(far))] == ["multipleOf"]
+
+
 def test_more_multiples_than_a_grammar_can_hold_are_said() -> None:
     steps = (997, 9973, 1009, 8191)
     schema = {"type": "object", "properties": {str(step): {"type": "integer", "multipleOf": step} for step in steps}}
