@@ -19,7 +19,7 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models.base import FusedExperts
 from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
 from paceline.models.packed import Pack
-from paceline.models.read_ahead import Lookahead, will_read
+from paceline.models.read_ahead import Lookahead, safetensors_places, will_read
 
 _NAMED_AT_MOST = 5
 _ROWS_COMPARED = 1024
@@ -57,7 +57,7 @@ class Checkpoint:
         self.pack = pack
         self._stored = stored
         self.dtype = dtype
-        self._device = device
+        self.device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for file in files:
             try:
@@ -65,7 +65,8 @@ class Checkpoint:
                 self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-        self._lookahead = Lookahead(sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ())
+        read = sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ()
+        self._lookahead = Lookahead(safetensors_places(read))
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 
@@ -74,7 +75,7 @@ class Checkpoint:
         # Without this call, the system reads megabytes around the first page that is touched.
         will_read(tensor)
         # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
+        return tensor if tensor.is_meta else tensor.to(self.device, dtype or self.dtype, copy=tensor.dim() == 1)
 
     def take_table(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
         place = self._find(name, shape)
@@ -107,7 +108,7 @@ class Checkpoint:
 
     def take_indices(self, name: str, size: int) -> Tensor:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
-        return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
+        return tensor if tensor.is_meta else tensor.to(self.device, torch.int64, copy=True)
 
     def _is_empty(self, name: str) -> bool:
         """Return whether a tensor has no elements, such as the matrices of shared experts if their number is 0."""
@@ -167,7 +168,7 @@ class Checkpoint:
             if isinstance(decoded, Codes):
                 yield _as_matrix(decoded, self.dtype)
             else:
-                yield decoded.to(self._device, self.dtype)
+                yield decoded.to(self.device, self.dtype)
 
     def _is_there(self, tensor: StoredTensor) -> bool:
         return tensor.name in self._file_of or not tensor.is_optional
@@ -222,7 +223,7 @@ class Checkpoint:
         take = self.take_table if self.pack.needs_content else self._leave_unread
         for matrix in take(name, *shape.shape):
             will_read(matrix)
-            yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
+            yield shape.parts(matrix if matrix.is_meta else matrix.to(self.device, self.dtype))
 
     def _is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros, which some writers store for quantized layers without a bias."""
@@ -231,16 +232,12 @@ class Checkpoint:
         _, handle = self._file_of[name]
         return not handle.get_tensor(name).any()
 
-    def leave(self, name: str) -> None:
-        """Count a tensor as taken without reading it, because the caller reads it from another file."""
-        if self._file_of.pop(name, None) is None:
-            self._missing.append(name)
-
-    def finish(self, unread: Sequence[str] = ()) -> None:
+    def finish(self, unread: Sequence[str] = (), others: Sequence[str] = ()) -> None:
         """Close the files.
 
         Args:
             unread: beginnings of the names of tensors that the model does not read.
+            others: names of tensors in other files that were not taken.
 
         Raises:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
@@ -248,7 +245,7 @@ class Checkpoint:
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
         endings = ("rotary_emb.inv_freq", *(() if self._stored is None else self._stored.unread))
         named = [name for name in self._file_of if not name.endswith(endings) and not self._is_empty(name)]
-        left = [name for name in named if not self._is_zero_bias(name)]
+        left = [*(name for name in named if not self._is_zero_bias(name)), *others]
         surplus = [name for name in left if not name.startswith(tuple(unread))]
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelError
-from paceline.models.folder import BLOCKS_FILE
+from paceline.models.content import read_content
+from paceline.models.gguf_reference import GgufReference
 from paceline.models.identity import model_identity
 
 SIZE = 300_000
@@ -25,10 +26,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.safetensors").write_bytes(bytes(SIZE))
     for name in ["config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]:
         (folder / name).write_text("{}")
-    for name in [BLOCKS_FILE, "generation_config.json", "adapter_config.json", "modeling.py", "parts/deep/layer.py"]:
+    for name in ["generation_config.json", "adapter_config.json", "modeling.py", "parts/deep/layer.py"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     (folder / "README.md").write_text("x")
+    (folder / "weights.gguf").write_bytes(b"GGUF")
+    digest = read_content({"weights.gguf": folder / "weights.gguf"}).files[0].digest
+    GgufReference({"weights.gguf": digest}, {}, {}).write(folder)
     return folder
 
 

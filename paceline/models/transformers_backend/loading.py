@@ -18,6 +18,8 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.models.checkpoint import refuse_misfits
 from paceline.models.config.transformers import IMAGE_ARCHITECTURES
 from paceline.models.folder import weight_files
+from paceline.models.gguf_file import read_whole
+from paceline.models.gguf_reference import has_reference
 from paceline.models.transformers_backend.attention import NAME, register
 
 _LONGEST_MESSAGE = 400
@@ -86,8 +88,11 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     config.return_dict = True
     with _loading(folder, trust_remote_code):
         auto: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        # It reads no GGUF file that we have converted, so it gets the tensors themselves.
+        tensors = read_whole(folder) if has_reference(folder) else None
         causal, report = auto.from_pretrained(
-            folder,
+            None if tensors else folder,
+            state_dict=tensors,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
