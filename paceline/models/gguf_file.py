@@ -15,7 +15,7 @@ from paceline.core.errors import ModelError
 from paceline.models.content import read_content
 from paceline.models.folder import weight_files
 from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
-from paceline.models.gguf_reference import PlacedMatrix, gguf_files, read_reference
+from paceline.models.gguf_reference import PlacedMatrix, gguf_files, has_reference, read_reference
 from paceline.models.quantized import dequantize_blocks
 from paceline.models.read_ahead import TensorPlace, will_read
 
@@ -108,7 +108,9 @@ def _map(file: Path) -> Tensor:
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
-    """Return all tensors of a folder that was converted from a GGUF file, by name: bf16, in memory of this process."""
+    """Return all tensors of a folder by name. Those in a GGUF file become bf16 in memory of this process."""
     tensors = {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
-    matrices = GgufFile(folder)
-    return {**tensors, **{name: matrices.whole(name) for name in matrices.matrices}}
+    if has_reference(folder):
+        matrices = GgufFile(folder)
+        tensors |= {name: matrices.whole(name) for name in matrices.matrices}
+    return tensors

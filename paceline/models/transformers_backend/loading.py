@@ -80,7 +80,7 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     Raises:
         ModelError: `transformers` has no causal model of this kind or cannot load it, or weights do not fit it.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     files = weight_files(folder)
     register()
@@ -88,8 +88,10 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     config.return_dict = True
     with _loading(folder, trust_remote_code):
         auto: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
-        # It reads no GGUF file that we have converted, so it gets the tensors themselves.
-        tensors = read_whole(folder) if has_reference(folder) else None
+        tensors = None
+        if has_reference(folder):
+            # transformers finds no matrices in the folder, so its class gets the tensors themselves.
+            auto, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], read_whole(folder)
         causal, report = auto.from_pretrained(
             None if tensors else folder,
             state_dict=tensors,
