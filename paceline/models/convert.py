@@ -22,8 +22,9 @@ from paceline.core.errors import ModelError
 from paceline.core.progress import Progress
 from paceline.models.config import read_config
 from paceline.models.content import read_content
-from paceline.models.convert_dense import ARCHITECTURES, ROPE_FACTORS, dense_config, dense_sources
+from paceline.models.convert_dense import ARCHITECTURES, dense_config, dense_sources
 from paceline.models.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.convert_rope import ROPE_FACTORS, scales_rope
 from paceline.models.convert_weights import write_weights
 from paceline.models.gguf_metadata import Metadata, check_parts, check_sizes, check_tokenizer
 from paceline.models.gguf_parts import link_names, part_names
@@ -181,7 +182,7 @@ def _problem(metadata: Metadata) -> str:
         return "it has encoders of images or audio, and no text model"
     if architecture not in known:
         return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
-    if _scales_rope(architecture, metadata):
+    if architecture == _GEMMA4 and scales_rope(metadata):
         return "its rope scaling would be lost"
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
@@ -216,13 +217,6 @@ def _lost_of_gemma3(metadata: Metadata) -> str:
         if metadata.get(f"gemma3.{name}", granted) != granted:
             return name
     return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
-
-
-def _scales_rope(architecture: str, metadata: Metadata) -> bool:
-    """Return whether a file scales its rotary embedding. If it names a factor and no type, the type is linear."""
-    names = f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"
-    scaled = any(metadata.get(name, 1.0) not in (0.0, 1.0) for name in names)
-    return bool(metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none") != "none")
 
 
 def _restore_rules(tokenizer: Any, metadata: Metadata) -> None:

@@ -268,9 +268,6 @@ class TestConversion:
         [
             ({"architecture": "mamba"}, "architecture mamba is not supported"),
             ({"split": "chameleon"}, r"splits text \(chameleon\) would be lost"),
-            ({"llama__rope__scaling__type": ("linear", gguf.GGUFValueType.STRING)}, "rope scaling would be lost"),
-            ({"llama__rope__scaling__factor": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
-            ({"llama__rope__scale_linear": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
             ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "it is part 1 of 3; put all parts beside it"),
             ({"architecture": "gemma3"}, "attention scale, would be lost"),
             (
