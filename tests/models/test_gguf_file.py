@@ -99,6 +99,7 @@ def test_another_file_in_its_place_is_an_error_and_not_another_model(tmp_path: P
         load(tmp_path / "out", "gguf")
 
 
+@pytest.mark.slow
 def test_types_without_kernels_become_bf16(tmp_path: Path, save_llama: Any) -> None:
     source, _ = write(tmp_path, save_llama, "TQ2_0")
     folder = resolve_model(str(source), tmp_path / "cache", silent)
@@ -162,6 +163,7 @@ class TestParts:
         assert len(list(source.parent.iterdir())) == 3
         return source
 
+    @pytest.mark.slow
     def test_a_split_file_is_the_same_model(self, tmp_path: Path, save_llama: Any, first: Path) -> None:
         whole = resolve_model(str(write(tmp_path, save_llama)[0]), tmp_path / "cache", silent)
         folder = resolve_model(str(first), tmp_path / "cache", silent, "gguf")
@@ -225,6 +227,7 @@ class TestPlaces:
         monkeypatch.setattr(assets, "run_converter", convert)
         return names
 
+    @pytest.mark.slow
     def test_a_file_that_was_moved_is_found_again(
         self, tmp_path: Path, save_llama: Any, conversions: list[str]
     ) -> None:
@@ -237,6 +240,7 @@ class TestPlaces:
         assert (folder / "weights.gguf").resolve() == moved
         load(folder, "gguf")
 
+    @pytest.mark.slow
     def test_a_file_that_was_fetched_for_this_becomes_a_part_of_the_folder(
         self, tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
