@@ -57,7 +57,7 @@ class Checkpoint:
         self.pack = pack
         self._stored = stored
         self.dtype = dtype
-        self.device = device
+        self._device = device
         self._file_of: dict[str, tuple[Path, Any]] = {}
         for file in files:
             try:
@@ -75,7 +75,7 @@ class Checkpoint:
         # Without this call, the system reads megabytes around the first page that is touched.
         will_read(tensor)
         # A vector is copied, because a view of it would keep its whole file in memory.
-        return tensor if tensor.is_meta else tensor.to(self.device, dtype or self.dtype, copy=tensor.dim() == 1)
+        return tensor if tensor.is_meta else tensor.to(self._device, dtype or self.dtype, copy=tensor.dim() == 1)
 
     def take_table(self, name: str, *shape: int, dtypes: Sequence[torch.dtype] = _FLOATS) -> Tensor:
         place = self._find(name, shape)
@@ -108,7 +108,7 @@ class Checkpoint:
 
     def take_indices(self, name: str, size: int) -> Tensor:
         tensor = self.take_table(name, size, dtypes=(torch.int64, torch.int32))
-        return tensor if tensor.is_meta else tensor.to(self.device, torch.int64, copy=True)
+        return tensor if tensor.is_meta else tensor.to(self._device, torch.int64, copy=True)
 
     def _is_empty(self, name: str) -> bool:
         """Return whether a tensor has no elements, such as the matrices of shared experts if their number is 0."""
@@ -168,7 +168,7 @@ class Checkpoint:
             if isinstance(decoded, Codes):
                 yield _as_matrix(decoded, self.dtype)
             else:
-                yield decoded.to(self.device, self.dtype)
+                yield decoded.to(self._device, self.dtype)
 
     def _is_there(self, tensor: StoredTensor) -> bool:
         return tensor.name in self._file_of or not tensor.is_optional
@@ -223,7 +223,7 @@ class Checkpoint:
         take = self.take_table if self.pack.needs_content else self._leave_unread
         for matrix in take(name, *shape.shape):
             will_read(matrix)
-            yield shape.parts(matrix if matrix.is_meta else matrix.to(self.device, self.dtype))
+            yield shape.parts(matrix if matrix.is_meta else matrix.to(self._device, self.dtype))
 
     def _is_zero_bias(self, name: str) -> bool:
         """Return whether a tensor is a bias of zeros, which some writers store for quantized layers without a bias."""

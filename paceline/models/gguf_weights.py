@@ -26,11 +26,13 @@ class GgufWeights:
     Args:
         checkpoint: the folder's safetensors.
         file: the matrices in the GGUF file.
+        device: the model's device.
     """
 
-    def __init__(self, checkpoint: Checkpoint, file: GgufFile) -> None:
+    def __init__(self, checkpoint: Checkpoint, file: GgufFile, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._file = file
+        self._device = device
         self._left = dict(file.matrices)
         self._lookahead = Lookahead(file.places() if checkpoint.pack.needs_content else ())
         self.take_table = checkpoint.take_table
@@ -41,7 +43,7 @@ class GgufWeights:
         if name not in self._left:
             return self._checkpoint.take(name, *shape, dtype=dtype)
         self._take(name, shape)
-        return self._file.whole(name).to(self._checkpoint.device, dtype or self._checkpoint.dtype)
+        return self._file.whole(name).to(self._device, dtype or self._checkpoint.dtype)
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         if name not in self._left:
@@ -106,5 +108,5 @@ class GgufWeights:
             matrix = rows.to(dtype)
         else:
             # A copy, because a packed matrix must not need the file any more.
-            matrix = rows.to(torch.bfloat16, copy=True).to(self._checkpoint.device, dtype)
+            matrix = rows.to(torch.bfloat16, copy=True).to(self._device, dtype)
         return self._checkpoint.pack(name, matrix)

@@ -78,7 +78,7 @@ def load_model(
 
     def build(pack: Pack) -> Architecture:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
-        weights = checkpoint if gguf is None else GgufWeights(checkpoint, gguf)
+        weights = checkpoint if gguf is None else GgufWeights(checkpoint, gguf, device)
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
