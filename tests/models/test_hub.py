@@ -361,7 +361,7 @@ def test_all_parts_of_a_gguf_file_are_fetched(tmp_path: Path, hub: FakeHub, prep
     names = [f"sub/tiny-0000{number}-of-00002.gguf" for number in (1, 2)]
     (tmp_path / "files" / "sub").mkdir(parents=True)
     for name in names:
-        (tmp_path / "files" / name).write_bytes(b"GGUF of which the rest is missing")
+        (tmp_path / "files" / name).write_bytes(b"GGUF of which the rest is missing, " + name.encode())
     hub.add("org/files", tmp_path / "files")
     assert "paceline: tiny-00001-of-00002.gguf is damaged or not a GGUF file" in prepare(f"org/files/{names[0]}").stderr
     assert sorted(hub.fetched()) == names
