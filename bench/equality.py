@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from bench.load import table
 from bench.mixed import Outcome, answers, requests
@@ -30,6 +30,8 @@ from bench.systems import ending_on_sigterm
 from bench.thinking import OPTIONS, add_markers, complaints, thinking_requests
 from paceline.core.env import default_cache_dir
 from paceline.models.assets import resolve_model
+from paceline.models.gguf_file import read_whole
+from paceline.models.gguf_reference import REFERENCE_FILE
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 
@@ -55,16 +57,14 @@ def ways(draft_folder: Path, layers: int) -> dict[str, tuple[str, ...]]:
 
 def shorten(folder: Path, layers: int, target: Path) -> None:
     """Write a checkpoint with the first `layers` layers of another one."""
-    shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    weights = shutil.ignore_patterns("*.safetensors*", "*.gguf", REFERENCE_FILE)
+    shutil.copytree(folder, target, ignore=weights, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] = layers
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][:layers]
     (target / "config.json").write_text(json.dumps(config))
-    tensors = {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()
-    }
-    kept = {name: tensor for name, tensor in tensors.items() if _layer(name) < layers}
+    kept = {name: tensor for name, tensor in read_whole(folder).items() if _layer(name) < layers}
     save_file(kept, target / "model.safetensors")
 
 

@@ -11,7 +11,7 @@ ways with quantized weights.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from paceline.kernels.interface import Forward, ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.folder import weight_files
+from paceline.models.gguf_reference import has_reference, read_reference
 from paceline.models.loader import load_model
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.arena import Arena
@@ -62,12 +63,14 @@ def make_batch(layout: KVLayout, requests: int, count: int, context: int) -> Att
 
 def layer_bytes(folder: Path) -> int:
     """Return the bytes in bf16 of the layers' weight matrices, which every token is multiplied by."""
-    elements = 0
+    shapes: dict[str, Sequence[int]] = {}
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as handle:
-            shapes = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
-        elements += sum(shape[0] * shape[1] for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
-    return elements * DTYPE.itemsize
+            shapes |= {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
+    if has_reference(folder):
+        shapes |= {name: matrix.shape for name, matrix in read_reference(folder).matrices.items()}
+    layers = [shape for name, shape in shapes.items() if ".layers." in name and len(shape) == 2]
+    return sum(shape[0] * shape[1] for shape in layers) * DTYPE.itemsize
 
 
 def arena_memory(size: int) -> torch.Tensor:

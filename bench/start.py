@@ -2,6 +2,7 @@
 
     python -m bench.start --rounds 5 --json /tmp/start.json -- --kv-memory 512MiB
     python -m bench.start --model FOLDER --first 20
+    python -m bench.start --model FILE.gguf --first 20 -- --quantization gguf
 
 Arguments after -- go to `paceline serve`. Seconds are counted from the command to "Ready.", and from the command to the
 first token of a request that is sent at "Ready.". Memory is read after this request: the proportional share (PSS) of
@@ -66,20 +67,21 @@ def measure(model: str, flags: Sequence[str]) -> Start:
             return Start(ready, first_token, sum(map(_cpu_seconds, family)), _memory(family, names_by_pid(stack)))
 
 
-def first_start(folder: Path, flags: Sequence[str], idle: float) -> tuple[float, Start]:
+def first_start(model: Path, flags: Sequence[str], idle: float) -> tuple[float, Start]:
     """Return the seconds to read a checkpoint once, and the figures of a start without packed weights.
 
     Args:
+        model: a model's folder, or a GGUF file.
         idle: seconds between the emptying of the file cache, which needs root, and each of the two.
     """
     _empty_file_cache(idle)
     began = time.perf_counter()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in [model] if model.is_file() else sorted(model.glob("*.safetensors")):
         subprocess.run(["cat", file], stdout=subprocess.DEVNULL, check=True)
     reading = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as cache:
         _empty_file_cache(idle)
-        return reading, measure(str(folder), ["--cache-dir", cache, *flags])
+        return reading, measure(str(model), ["--cache-dir", cache, *flags])
 
 
 def _empty_file_cache(idle: float) -> None:
@@ -128,7 +130,7 @@ def summary(starts: Sequence[Start]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct", help="name or folder of the model [%(default)s]")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="name, folder or GGUF file [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of the measurement [%(default)s]")
     parser.add_argument(
         "--first",

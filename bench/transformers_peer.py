@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from paceline.models.gguf_file import read_whole
 
 
 def main() -> None:
@@ -23,7 +26,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+    # The matrices of a converted folder are in a GGUF file, from where transformers would not read them.
+    config, tensors = AutoConfig.from_pretrained(options.model), read_whole(Path(options.model))
+    dtype = getattr(torch, options.dtype)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype
+    )
 
     def seconds(prompt: int, tokens: int) -> float:
         def once() -> float:

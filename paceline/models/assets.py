@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
@@ -13,7 +13,9 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.models.content import cache_key, read_content
 from paceline.models.conversion import Report, make_once, require_modules, run_converter
 from paceline.models.durable import write_durably
-from paceline.models.folder import BLOCKS_FILE, PICKLE_SUFFIXES, check_folder, weight_files
+from paceline.models.folder import PICKLE_SUFFIXES, check_folder, weight_files
+from paceline.models.gguf_parts import gguf_stem, link_names, part_names
+from paceline.models.gguf_reference import gguf_files, has_reference, read_reference
 from paceline.models.hub import fetch_from_hub
 from paceline.models.hub_name import parse_hub_name
 from paceline.models.tokenizer_files import FAST, needed_package, tokenizer_files
@@ -37,7 +39,7 @@ BUNDLED: Mapping[str, BundledModel] = {
 
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
-_CONVERSION = 4
+_CONVERSION = 5
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
@@ -60,13 +62,13 @@ def resolve_model(
             (`org/name` or `org/name/file.gguf`). A file or folder of this machine takes precedence over the hub.
         cache_dir: folder in which converted models are kept. Models of the hub are in the hub's own cache.
         report: called with a sentence about each slow operation, and with lines of its progress (`Progress`).
-        quantization: "gguf" converts a model again if an older version has converted it without BLOCKS_FILE.
+        quantization: with "gguf", a GGUF file whose matrices cannot all stay packed is refused.
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
         model_impl: the code that will compute the model. Hub models that this code cannot compute are refused.
         trust_remote_code: also fetch the model's Python code from the hub.
 
     Raises:
-        ConfigError: a revision is given for a model that is not on the hub.
+        ConfigError: a revision is given for a model that is not on the hub, or the GGUF file cannot stay packed.
         ModelError: there is no such model, or it cannot be read, downloaded, converted or saved.
     """
     cache_dir = cache_dir.expanduser().absolute()
@@ -78,8 +80,8 @@ def resolve_model(
     if name_or_path in BUNDLED:
         bundled = BUNDLED[name_or_path]
 
-        def fetch(scratch: Path) -> Path:
-            return fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report)
+        def fetch(scratch: Path) -> list[Path]:
+            return [fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report)]
 
         key = cache_key(name_or_path, bundled.sha256, _maker())
         folder = _convert_gguf(key, name_or_path, cache_dir, report, fetch, quantization)
@@ -95,11 +97,12 @@ def resolve_model(
         # A link to the folder may lead elsewhere later, when the services of this start still read files.
         return _with_tokenizer(path.resolve(), cache_dir, report)
     if path.is_file() and path.suffix.lower() == ".gguf":
-        content = read_content({path.name: path})
-
-        key = cache_key(path.stem, content.digest, _maker())
-        conversion = path.stem, cache_dir, report, lambda scratch: path.absolute()
-        return _convert_gguf(key, *conversion, quantization, content.check)
+        parts = _parts(path.absolute())
+        content = read_content({part.name: part for part in parts})
+        stem = gguf_stem(path.name)
+        key = cache_key(stem, content.digest, _maker())
+        _link_gguf(cache_dir / key / stem, parts)
+        return _convert_gguf(key, stem, cache_dir, report, lambda scratch: parts, quantization, content.check)
     what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
@@ -108,7 +111,7 @@ def resolve_model(
 
 
 def link_folder(folder: Path, link: Path) -> None:
-    """Make `link` a symbolic link to `folder`. Missing folders above the link are made, and an older link is replaced.
+    """Make `link` a symbolic link to a folder or file. Replace an older link, and make missing folders above it.
 
     Raises ModelError if `link` exists and is no link, or cannot be written.
     """
@@ -149,32 +152,56 @@ def _convert_gguf(
     name: str,
     cache_dir: Path,
     report: Report,
-    find_gguf: Callable[[Path], Path],
+    find_gguf: Callable[[Path], list[Path]],
     quantization: Quantization,
     check: Callable[[], None] = lambda: None,
 ) -> Path:
     """Return the folder that a GGUF file was converted to. Convert it first if that has not been done.
 
     Args:
+        find_gguf: returns all parts of the file. Those in its argument, a folder, become a part of the result.
         check: raises an error if the file has changed since its key was made.
     """
 
-    def is_complete(folder: Path) -> bool:
-        return _is_usable(folder) and (quantization != "gguf" or (folder / BLOCKS_FILE).is_file())
-
     def make(scratch: Path) -> None:
-        gguf = find_gguf(scratch)
+        parts = find_gguf(scratch)
         report(f"converting {name}")
-        # The link is in a folder of its own, because transformers also reads other files of the folder.
-        source = Path("source", gguf.name)
+        # The links are in a folder of their own, because transformers also reads other files of the folder.
         (scratch / "source").mkdir()
-        (scratch / source).symlink_to(gguf)
-        run_converter("paceline.models.convert", str(source), scratch, gguf.name, report)
+        for part in parts:
+            (scratch / "source" / part.name).symlink_to(part)
+        source = Path("source", parts[0].name)
+        run_converter("paceline.models.convert", str(source), scratch, parts[0].name, report)
+        for part, link in zip(parts, link_names(len(parts))):
+            if part.parent == scratch:
+                part.replace(scratch / "model" / link)
         check()
 
-    if not is_complete(cache_dir / key / name):
+    if not _is_usable(cache_dir / key / name):
         require_modules(_CONVERTER_MODULES, "converting this model", "'paceline[convert,worker]'")
-    return make_once(key, name, cache_dir, report, make, is_complete)
+    folder = make_once(key, name, cache_dir, report, make, _is_usable)
+    if quantization == "gguf":
+        read_reference(folder).check_packed()
+    return folder
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return all parts of a GGUF file, given its first part. Raises ModelError if one is missing."""
+    parts = [path.with_name(name) for name in part_names(path.name)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        raise ModelError(f"{missing[0]} is missing beside {path}; put all {len(parts)} parts of the GGUF file there")
+    return parts
+
+
+def _link_gguf(folder: Path, parts: Sequence[Path]) -> None:
+    """Let the links of a conversion, if there is one, lead to these files, which have the converted content.
+
+    The same content may have been elsewhere before.
+    """
+    if has_reference(folder):
+        for part, name in zip(parts, link_names(len(parts))):
+            if (folder / name).resolve() != part.resolve():
+                link_folder(part, folder / name)
 
 
 def _with_tokenizer(folder: Path, cache_dir: Path, report: Report) -> Path:
@@ -215,6 +242,7 @@ def _besides_weights(folder: Path) -> list[str]:
 def _is_usable(folder: Path) -> bool:
     try:
         check_folder(folder)
+        gguf_files(folder)
     except ModelError:
         return False
     return True

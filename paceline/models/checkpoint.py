@@ -19,7 +19,7 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models.base import FusedExperts
 from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
 from paceline.models.packed import Pack
-from paceline.models.read_ahead import Lookahead, will_read
+from paceline.models.read_ahead import Lookahead, safetensors_places, will_read
 
 _NAMED_AT_MOST = 5
 _ROWS_COMPARED = 1024
@@ -65,7 +65,8 @@ class Checkpoint:
                 self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-        self._lookahead = Lookahead(sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ())
+        read = sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ()
+        self._lookahead = Lookahead(safetensors_places(read))
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 
@@ -231,16 +232,12 @@ class Checkpoint:
         _, handle = self._file_of[name]
         return not handle.get_tensor(name).any()
 
-    def leave(self, name: str) -> None:
-        """Count a tensor as taken without reading it, because the caller reads it from another file."""
-        if self._file_of.pop(name, None) is None:
-            self._missing.append(name)
-
-    def finish(self, unread: Sequence[str] = ()) -> None:
+    def finish(self, unread: Sequence[str] = (), others: Sequence[str] = ()) -> None:
         """Close the files.
 
         Args:
             unread: beginnings of the names of tensors that the model does not read.
+            others: names of tensors in other files that were not taken.
 
         Raises:
             ModelError: names the tensors that are missing, have another shape, or were not taken.
@@ -248,7 +245,7 @@ class Checkpoint:
         # Old checkpoints hold rotary frequencies, which are computed from the config here.
         endings = ("rotary_emb.inv_freq", *(() if self._stored is None else self._stored.unread))
         named = [name for name in self._file_of if not name.endswith(endings) and not self._is_empty(name)]
-        left = [name for name in named if not self._is_zero_bias(name)]
+        left = [*(name for name in named if not self._is_zero_bias(name)), *others]
         surplus = [name for name in left if not name.startswith(tuple(unread))]
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))

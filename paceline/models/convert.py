@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,13 @@ from gguf import GGUFReader
 from paceline.core.errors import ModelError
 from paceline.core.progress import Progress
 from paceline.models.config import read_config
-from paceline.models.convert_dense import ARCHITECTURES, ROPE_FACTORS, dense_config, dense_sources
+from paceline.models.content import read_content
+from paceline.models.convert_dense import ARCHITECTURES, dense_config, dense_sources
 from paceline.models.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.convert_rope import ROPE_FACTORS, scales_rope
 from paceline.models.convert_weights import write_weights
-from paceline.models.gguf_metadata import Metadata, check_sizes, check_tokenizer
+from paceline.models.gguf_metadata import Metadata, check_parts, check_sizes, check_tokenizer
+from paceline.models.gguf_parts import link_names, part_names
 from paceline.models.gguf_reader import DamagedError, open_gguf
 
 _TEMPLATE = "tokenizer.chat_template."
@@ -57,38 +60,55 @@ _GEMMA4_STOPS = ("<turn|>", "<|tool_response>")
 
 
 def convert_gguf(source: Path, target: Path) -> None:
-    """Write config, generation config, tokenizer, chat template, bf16 safetensors and the file's blocks to `target`.
+    """Write config, generation config, tokenizer, chat template, small tensors and a reference to the file to `target`.
+
+    If the file is split, `source` is its first part, and the others are beside it.
 
     Raises:
         ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
     """
     with _named(source):
-        reader = open_gguf(source)
-        metadata = Metadata(reader)
+        parts = part_names(source.name)
+        readers = [open_gguf(source.parent / name) for name in parts]
+        check_parts(parts, readers)
+        metadata = Metadata(readers[0], readers[1:])
         if problem := _problem(metadata):
             raise ModelError(problem)
         check_tokenizer(metadata)
         if metadata.architecture != _GEMMA4:
             check_sizes(metadata)
-        with _only_reader(reader):
-            _convert(source, reader, metadata, target)
-    for file in filter(Path.is_file, target.rglob("*")):
-        file.chmod(0o644)  # safetensors writes private files, but users may share a cache
+        target.mkdir(exist_ok=True)
+        with _only_reader(readers[0]):
+            _write_tokenizer(source, metadata, target)
+        links = link_names(len(parts))
+        content = read_content({link: source.parent / name for link, name in zip(links, parts)})
+        for file in content.files:
+            (target / file.name).unlink(missing_ok=True)
+            (target / file.name).symlink_to(file.path)
+        _write_model(readers, metadata, target, {file.name: file.digest for file in content.files})
+        content.check()
+    for path in target.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o644)  # safetensors writes private files, but users may share a cache
     read_config(target)
 
 
-def _convert(source: Path, reader: GGUFReader, metadata: Metadata, target: Path) -> None:
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    target.mkdir(exist_ok=True)
+def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path, digests: Mapping[str, str]) -> None:
+    """Write the config and the weights.
+
+    Args:
+        digests: digest of each part, by the name of the link to it.
+    """
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    file_of = {tensor.name: number for number, reader in enumerate(readers) for tensor in reader.tensors}
     tables: Collection[str] = ()
     if metadata.architecture == _GEMMA4:
         sources, config, tables = gemma4_sources(tensors), gemma4_config(metadata, tensors), GEMMA4_TABLES
     else:
         config = dense_config(metadata, tensors)
         sources = dense_sources(metadata, config, tensors)
-    _write_tokenizer(source, metadata, target)
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    write_weights(sources, target, _Shown(), tables)
+    write_weights(sources, target, _Shown(), digests, file_of, tables)
 
 
 def _write_tokenizer(source: Path, metadata: Metadata, target: Path) -> None:
@@ -162,9 +182,7 @@ def _problem(metadata: Metadata) -> str:
         return "it has encoders of images or audio, and no text model"
     if architecture not in known:
         return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
-    if metadata.get("split.count", 1) > 1:
-        return "it is one part of several"
-    if _scales_rope(architecture, metadata):
+    if architecture == _GEMMA4 and scales_rope(metadata):
         return "its rope scaling would be lost"
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
@@ -199,13 +217,6 @@ def _lost_of_gemma3(metadata: Metadata) -> str:
         if metadata.get(f"gemma3.{name}", granted) != granted:
             return name
     return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
-
-
-def _scales_rope(architecture: str, metadata: Metadata) -> bool:
-    """Return whether a file scales its rotary embedding. If it names a factor and no type, the type is linear."""
-    names = f"{architecture}.rope.scaling.factor", f"{architecture}.rope.scale_linear"
-    scaled = any(metadata.get(name, 1.0) not in (0.0, 1.0) for name in names)
-    return bool(metadata.get(f"{architecture}.rope.scaling.type", "linear" if scaled else "none") != "none")
 
 
 def _restore_rules(tokenizer: Any, metadata: Metadata) -> None:

@@ -6,19 +6,16 @@ norms that llama.cpp stores as their factor, and the fields of config.json.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from gguf import ReaderTensor
 
 from paceline.core.errors import ModelError
+from paceline.models.convert_rope import ROPE_FACTORS, rope_scaling
 from paceline.models.convert_weights import TensorSource
 from paceline.models.gguf_metadata import Metadata
-from paceline.models.model_config import Rope
-from paceline.models.rotary import inverse_frequencies
 
 Config = Mapping[str, Any]
 
@@ -84,12 +81,6 @@ _FAMILIES: Mapping[str, _Family] = {
 ARCHITECTURES = tuple(_FAMILIES)
 """Names of the architectures in GGUF files."""
 
-ROPE_FACTORS = "rope_freqs.weight"
-"""Name of the tensor by which the frequencies of a Llama's rotary embedding are divided, a number for each pair of
-dimensions."""
-_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""The scaling of Llama 3.1 to 3.3, without its factor. Their files have only the quotients that follow from it."""
-
 _SLIDING_PATTERN = 6
 """In a Gemma 3, one layer in this many attends to all tokens."""
 
@@ -108,6 +99,7 @@ def dense_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Con
     heads, hidden = whole("attention.head_count"), whole("embedding_length")
     head_dim = whole("rope.dimension_count" if place == "llama" else "attention.key_length", hidden // heads)
     theta = metadata.real(f"{place}.rope.freq_base", 1, 10_000.0)
+    scaling = rope_scaling(metadata, tensors.get(ROPE_FACTORS), theta, head_dim)
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _TOKEN_IDS.items()}
     return {
         "architectures": [own.model],
@@ -122,41 +114,26 @@ def dense_config(metadata: Metadata, tensors: Mapping[str, ReaderTensor]) -> Con
         "head_dim": head_dim,
         "max_position_embeddings": whole("context_length"),
         "rms_norm_eps": metadata.real(f"{place}.attention.layer_norm_rms_epsilon", 0),
-        "rope_parameters": {**_rope_scaling(tensors.get(ROPE_FACTORS), theta, head_dim), "rope_theta": theta},
+        "rope_parameters": {**scaling, "rope_theta": theta},
         "tie_word_embeddings": "output.weight" not in metadata.tensors,
         **{name: token_id for name, token_id in ids.items() if token_id is not None},
-        **_further_fields(metadata, theta),
+        **_further_fields(metadata, {**scaling, "rope_theta": theta}),
     }
 
 
 _TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 
 
-def _rope_scaling(found: ReaderTensor | None, theta: float, head_dim: int) -> Config:
-    """Return the type of a rotary embedding, with its parameters.
+def _further_fields(metadata: Metadata, full: Config) -> Config:
+    """Return fields of config.json that only some architectures have, or whose values differ from Llama's.
 
     Args:
-        found: the tensor ROPE_FACTORS; None if the file has none.
+        full: the rotary embedding of layers that attend to all tokens.
     """
-    if found is None:
-        return {"rope_type": "default"}
-    divisors = np.asarray(found.data)
-    factor = float(divisors.max(initial=0.0)) if divisors.dtype == np.float32 else 0.0
-    if 1.0 <= factor < math.inf:
-        low, high, original = _LLAMA3_ROPE.values()
-        scaled = inverse_frequencies(Rope(theta, "llama3", factor, low, high, int(original)), head_dim)
-        expected = inverse_frequencies(Rope(theta), head_dim) / scaled
-        if divisors.shape == expected.shape and np.allclose(divisors, expected.numpy(), rtol=1e-4):
-            return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
-    raise ModelError("its rope scaling would be lost")
-
-
-def _further_fields(metadata: Metadata, theta: float) -> Config:
-    """Return fields of config.json that only some architectures have, or whose values differ from Llama's."""
     place = metadata.architecture
     if place == "gemma3":
         layers = range(1, metadata.whole("gemma3.block_count") + 1)
-        full, sliding = ({"rope_type": "default", "rope_theta": own} for own in (theta, 10_000.0))
+        sliding = {"rope_type": "default", "rope_theta": 10_000.0}
         return {
             "hidden_activation": "gelu_pytorch_tanh",
             "sliding_window": metadata.whole("gemma3.attention.sliding_window"),

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from paceline.core.errors import ModelError
 from paceline.models.formats import WeightFormat
+from paceline.models.gguf_reference import has_reference, read_reference
 
-BLOCKS_FILE = "gguf_blocks.safetensors"
-"""File with the quantized blocks of a GGUF file, beside the weights that were converted from it."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
@@ -54,7 +53,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def count_weights(folder: Path, stored: WeightFormat | None) -> int:
-    """Return the number of weights in the safetensors files of a folder, as their headers say.
+    """Return the number of weights of a folder, as the headers of its safetensors and its reference to a GGUF file say.
 
     Args:
         stored: the format of quantized weights; None if there are none.
@@ -62,7 +61,9 @@ def count_weights(folder: Path, stored: WeightFormat | None) -> int:
     Raises:
         ModelError: a file or the index is missing or damaged.
     """
-    return sum(_count_in_file(file, stored) for file in weight_files(folder))
+    mapped = read_reference(folder).matrices.values() if has_reference(folder) else ()
+    in_files = sum(_count_in_file(file, stored) for file in weight_files(folder))
+    return in_files + sum(math.prod(matrix.shape) for matrix in mapped)
 
 
 def _count_in_file(file: Path, stored: WeightFormat | None) -> int:

@@ -108,10 +108,6 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 }
 
 
-WHOLE_TYPES = ("F64", "F32", "F16", "BF16")
-"""GGUF types whose numbers are not quantized."""
-
-
 @dataclass(frozen=True, slots=True)
 class BlockMatrix:
     """A matrix [out, in] in blocks. It is decoded when it is packed."""

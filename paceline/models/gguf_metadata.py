@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gguf import GGUFReader, GGUFValueType, ReaderField
@@ -53,12 +53,18 @@ class TokenizerList(NamedTuple):
 class Metadata(dict[str, Any]):
     """Values by key, with a `TokenizerList` for each list of the tokenizer. Methods raise DamagedError."""
 
-    def __init__(self, reader: GGUFReader) -> None:
+    def __init__(self, reader: GGUFReader, others: Sequence[GGUFReader] = ()) -> None:
+        """Read the metadata of a file, or of the first part of one.
+
+        Args:
+            others: readers of the other parts, which have further tensors.
+        """
         try:
             super().__init__((name, _value(name, field)) for name, field in reader.fields.items())
         except ValueError as error:
             raise DamagedError(f"its metadata have a text that is not UTF-8: {error}") from error
-        self.tensors: dict[str, list[int]] = {tensor.name: tensor.shape.tolist()[::-1] for tensor in reader.tensors}
+        tensors = (tensor for each in (reader, *others) for tensor in each.tensors)
+        self.tensors: dict[str, list[int]] = {tensor.name: tensor.shape.tolist()[::-1] for tensor in tensors}
         """Shapes by the tensors' names in the file, outer dimension first."""
 
     @property
@@ -108,6 +114,35 @@ def _value(name: str, field: ReaderField) -> Any:
     if is_list and name.startswith("tokenizer."):
         return TokenizerList(field.types[-1], len(field.data))
     return field.contents()
+
+
+def check_parts(names: Sequence[str], readers: Sequence[GGUFReader]) -> None:
+    """Check that files are all parts of one split GGUF file, in their order.
+
+    Raises:
+        DamagedError: a part belongs to another file, or has another place.
+        ModelError: a single file is one part of several.
+    """
+    parts = [Metadata(reader) for reader in readers]
+    if len(parts) == 1 and "split.count" not in parts[0]:
+        return
+    for number, (name, part) in enumerate(zip(names, parts)):
+        count, own = part.whole("split.count", default=1), part.whole("split.no", least=0, default=0)
+        if len(parts) == 1 and count > 1:
+            raise ModelError(
+                f"it is part {own + 1} of {count}; put all parts beside it, with names that end in "
+                f"-00001-of-{count:05}.gguf and so on, and give the first one"
+            )
+        if (count, own) != (len(parts), number):
+            raise DamagedError(f"{name} says that it is part {own + 1} of {count}")
+    total = parts[0].whole("split.tensors.count", least=0, default=sum(len(part.tensors) for part in parts))
+    found = [name for part in parts for name in part.tensors]
+    if twice := sorted(name for name in set(found) if found.count(name) > 1):
+        raise DamagedError(f"its tensor {twice[0]} is in two parts")
+    if total != len(found):
+        raise DamagedError(
+            f"its parts have {len(found)} tensors, but {names[0]} says {total}, so one is of another file"
+        )
 
 
 def check_sizes(metadata: Metadata) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from paceline.core.errors import ModelError
 
+_LEAST_ALIGNMENT = 8
+
 
 class DamagedError(ModelError):
     """A GGUF file contradicts itself or is incomplete. The text says what is wrong, and does not name the file."""
@@ -52,10 +54,16 @@ class CheckedReader(GGUFReader):
     def _check_places(self, data_start: int, fields: Sequence[ReaderField]) -> None:
         """Raise DamagedError if a tensor is not aligned, overlaps another one, or ends after the file.
 
+        Raise ModelError if this machine has another byte order.
+
         Args:
             data_start: byte of the file from which offsets of tensors count.
             fields: the descriptions of all tensors.
         """
+        if self.byte_order == "S":
+            raise ModelError("it is a file for big-endian machines")
+        if self.alignment % _LEAST_ALIGNMENT:
+            raise DamagedError(f"its general.alignment is {self.alignment}, which is not a multiple of 8")
         end, before = data_start, ""
         for field in sorted(fields, key=lambda field: int(field.parts[-1][0])):
             _, name_bytes, _, shape, kind, own_offset = field.parts

@@ -1,113 +1,112 @@
-"""`Weights` with the blocks of a GGUF file in place of the matrices that were converted from them."""
+"""`Weights` of a folder that was converted from a GGUF file and whose matrices are in that file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.core.config import Quantization
-from paceline.core.errors import ConfigError, ModelError
+from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
-from paceline.models.base import FusedExperts, Weights
+from paceline.models.base import FusedExperts
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
-from paceline.models.read_ahead import Lookahead, will_read
-
-
-def weights_of(checkpoint: Checkpoint, folder: Path, quantization: Quantization) -> Weights:
-    """Return the checkpoint's weights, with the folder's blocks in place of their matrices if `quantization` says so.
-
-    Raises:
-        ConfigError: the folder has no blocks.
-        ModelError: the folder's blocks cannot be read.
-    """
-    return GgufWeights(checkpoint, folder / BLOCKS_FILE) if quantization == "gguf" else checkpoint
+from paceline.models.gguf_file import GgufFile
+from paceline.models.quantized import Matrix
+from paceline.models.read_ahead import Lookahead
 
 
 class GgufWeights:
-    """Weights of a converted GGUF file, as the file's own blocks. Dequantized, they equal the checkpoint's matrices bit
-    for bit.
+    """Small tensors from the folder's safetensors, and matrices from the GGUF file.
+
+    Quantized matrices are blocks until they are packed. Dequantized, they have the numbers that the file stands for,
+    rounded to bf16. Matrices that are not quantized are rounded to bf16, too.
+
+    Args:
+        checkpoint: the folder's safetensors.
+        file: the matrices in the GGUF file.
+        device: the model's device.
     """
 
-    def __init__(self, checkpoint: Checkpoint, file: Path) -> None:
-        if not file.is_file():
-            raise ConfigError(
-                f"--quantization gguf: {file.parent} was not converted from a GGUF file, or an older version converted "
-                "it; give serve or prepare the .gguf file or a bundled model's name, or choose --quantization int8"
-            )
+    def __init__(self, checkpoint: Checkpoint, file: GgufFile, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._file = file
-        self.take, self.take_table = checkpoint.take, checkpoint.take_table
-        self.has, self.is_one_matrix = checkpoint.has, checkpoint.is_one_matrix
+        self._device = device
+        self._left = dict(file.matrices)
+        self._lookahead = Lookahead(file.places() if checkpoint.pack.needs_content else ())
+        self.take_table = checkpoint.take_table
         # No architecture that we convert has such matrices.
         self.take_packed_derived = checkpoint.take_packed_derived
-        try:
-            self._blocks: Any = safe_open(file, framework="pt", device="cpu")
-            self._types = _types(self._blocks)
-            self._lookahead = Lookahead([file] if checkpoint.pack.needs_content else ())
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file} is damaged: {error}") from error
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if name not in self._left:
+            return self._checkpoint.take(name, *shape, dtype=dtype)
+        self._take(name, shape)
+        return self._file.whole(name).to(self._device, dtype or self._checkpoint.dtype)
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
-        if name not in self._types:
+        if name not in self._left:
             return self._checkpoint.take_packed(name, *shape, order=order)
-        raw = self._take_raw(name, shape)
-        return self._pack(name, name, raw if order is None else raw[list(order)])
+        rows = self._read(name, shape)
+        return self._pack(name, name, rows if order is None else rows[list(order)])
 
     def take_packed_parts(
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
     ) -> list[PackedWeight]:
-        if name not in self._types:
+        if name not in self._left:
             return self._checkpoint.take_packed_parts(name, sizes_out, size_in, order)
-        raw = self._take_raw(name, (sum(sizes_out), size_in))
-        parts = torch.split(raw if order is None else raw[list(order)], list(sizes_out))
+        rows = self._read(name, (sum(sizes_out), size_in))
+        parts = torch.split(rows if order is None else rows[list(order)], list(sizes_out))
         return [self._pack(name, f"{name}[{index}]", part) for index, part in enumerate(parts)]
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
-        if name not in self._types or shape.transposed:
+        if name not in self._left:
             return self._checkpoint.take_packed_experts(name, shape)
         packed = [
-            [self._pack(name, f"{name}[{expert}][{index}]", part) for index, part in enumerate(shape.parts(raw))]
-            for expert, raw in enumerate(self._take_raw(name, shape.shape))
+            [self._pack(name, f"{name}[{expert}][{index}]", part) for index, part in enumerate(shape.parts(rows))]
+            for expert, rows in enumerate(self._read(name, shape.shape))
         ]
         return [list(part) for part in zip(*packed)]
 
-    def _take_raw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return the blocks of a matrix, or of the matrices of all experts: uint8 [..., out, bytes]."""
-        type_name = self._types[name]
-        if type_name not in BLOCK_TYPES:
-            raise ConfigError(
-                f"--quantization gguf: {name} has GGUF's type {type_name}; supported are {', '.join(BLOCK_TYPES)}; "
-                "choose --quantization int8"
-            )
-        self._checkpoint.leave(name)
-        try:
-            if self._checkpoint.pack.needs_content:
-                self._lookahead.take(name)
-                raw: Tensor = self._blocks.get_tensor(name)
-                will_read(raw)
-            else:
-                raw = torch.empty(self._blocks.get_slice(name).get_shape(), dtype=torch.uint8, device="meta")
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{self._file} is damaged: {error}") from error
-        block = BLOCK_TYPES[type_name]
-        if raw.dtype != torch.uint8 or raw.shape != (*shape[:-1], shape[-1] // block.elements * block.bytes):
+    def has(self, name: str, *shape: int) -> bool:
+        if name not in self._left:
+            return self._checkpoint.has(name, *shape)
+        return not shape or self._left[name].shape == shape
+
+    def is_one_matrix(self, name: str, other: str) -> bool:
+        # The converter's config says that two matrices are one only if the file has one.
+        return not (self.has(name) and self.has(other))
+
+    def finish(self, unread: Sequence[str] = ()) -> None:
+        """Close the files. Arguments and errors are those of `Checkpoint.finish`."""
+        self._checkpoint.finish(unread, tuple(self._left))
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> None:
+        """Take a matrix, which must have this shape."""
+        found = self._left.pop(name).shape
+        if found != shape:
             raise ModelError(
-                f"{self._file} does not fit config.json: {name} has {list(raw.shape)} bytes of {type_name}"
+                f"the GGUF file does not fit config.json: {name} is {list(found)} instead of {list(shape)}"
             )
-        return raw
 
-    def _pack(self, tensor: str, name: str, raw: Tensor) -> PackedWeight:
-        """Pack the blocks of one matrix, which is called `name`, of a tensor."""
-        return self._checkpoint.pack(name, BlockMatrix(self._types[tensor], raw, self._checkpoint.dtype))
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Take a matrix, or the matrices of all experts: uint8 [..., out, bytes] in blocks, or [..., out, in]."""
+        self._take(name, shape)
+        if not self._checkpoint.pack.needs_content:
+            return torch.empty(self._file.shape(name), dtype=torch.uint8, device="meta")
+        self._lookahead.take(name)
+        return self._file.read(name)
 
-
-def _types(blocks: Any) -> dict[str, str]:
-    """Return the GGUF type of each quantized matrix, by the matrix's name."""
-    return blocks.metadata() or {}
+    def _pack(self, tensor: str, name: str, rows: Tensor) -> PackedWeight:
+        """Pack some rows of a tensor as the matrix `name`."""
+        dtype, type_name = self._checkpoint.dtype, self._file.matrices[tensor].type_name
+        matrix: Matrix
+        if type_name in BLOCK_TYPES:
+            matrix = BlockMatrix(type_name, rows, dtype)
+        elif rows.is_meta:
+            matrix = rows.to(dtype)
+        else:
+            # A copy, because a packed matrix must not need the file any more.
+            matrix = rows.to(torch.bfloat16, copy=True).to(self._device, dtype)
+        return self._checkpoint.pack(name, matrix)

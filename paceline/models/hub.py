@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.core.model_folder import PROCESSOR_FILES
 from paceline.models.config import implementation, is_assistant, read_assistant, read_facts
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
+from paceline.models.gguf_parts import part_names
 from paceline.models.hub_download import check_space, download, missing_files
 from paceline.models.hub_errors import HubUnreachableError, hub_site, mapped_errors
 from paceline.models.hub_name import HubName
@@ -75,6 +76,12 @@ def _cached(name: HubName, revision: str) -> Path:
             "download it"
         )
     if name.gguf:
+        missing = [part for part in part_names(Path(file).name) if not Path(file).with_name(part).is_file()]
+        if missing:
+            raise ModelError(
+                f"HF_HUB_OFFLINE is set, and the cache holds only a part of {name}; unset HF_HUB_OFFLINE to download "
+                f"{', '.join(missing)}"
+            )
         return Path(file)
     folder = Path(file).parent
     names = [path.name for path in folder.iterdir()]
@@ -107,11 +114,15 @@ class _Repository:
         self._listed = {file.rfilename for file in info.siblings or ()}
 
     def fetch(self, report: Callable[[str], None]) -> Path:
-        """Return the folder or the GGUF file."""
+        """Return the folder, or the first part of the GGUF file."""
         if self._name.gguf:
-            self._check_gguf()
-            self._fetch_large([self._name.gguf], report)
-            return self._fetch(self._name.gguf)
+            first = PurePosixPath(self._name.gguf)
+            parts = [str(first.with_name(part)) for part in part_names(first.name)]
+            for part in parts:
+                self._check_gguf(part)
+            self._fetch_large(parts, report)
+            first_file, *_ = [self._fetch(part) for part in parts]
+            return first_file
         weights, tokenizer = self._weights_entry(), self._tokenizer()
         folder = self._fetch(_CONFIG).parent
         if self._trust_remote_code:
@@ -136,9 +147,9 @@ class _Repository:
             check_space(missing)
             download(self._id, self._commit, missing, report)
 
-    def _check_gguf(self) -> None:
-        if self._name.gguf not in self._listed:
-            raise ModelError(f"{self._id} has no file {self._name.gguf}{self._gguf_advice()}")
+    def _check_gguf(self, file: str) -> None:
+        if file not in self._listed:
+            raise ModelError(f"{self._id} has no file {file}{self._gguf_advice()}")
 
     def _gguf_advice(self) -> str:
         files = sorted(name for name in self._listed if name.lower().endswith(".gguf"))

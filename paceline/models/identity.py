@@ -11,7 +11,8 @@ from paceline.core.config import ModelImpl, Quantization
 from paceline.core.model_folder import PROCESSOR_FILES
 from paceline.models.config import implementation
 from paceline.models.content import FileContent, read_content
-from paceline.models.folder import BLOCKS_FILE, weight_files
+from paceline.models.folder import weight_files
+from paceline.models.gguf_reference import REFERENCE_FILE, gguf_files, has_reference, read_reference
 
 _ADAPTED = ("generation_config.json", "adapter_config.json")
 """Files that `transformers` reads besides config.json when it loads a model."""
@@ -22,7 +23,7 @@ class ModelIdentity:
     """A model, and everything else that affects the KV blocks that are computed with it."""
 
     content: FileContent
-    """The files from which the model is loaded, with digests."""
+    """The files from which the model is loaded, with digests. Links in the folder lead to the parts of a GGUF file."""
     dtype: str
     quantization: str
     """"int8" or "none". "gguf" counts as "none": both have the same weights, so their workers may exchange blocks.
@@ -59,23 +60,26 @@ def model_identity(
 ) -> ModelIdentity:
     """Return the identity of the model in a folder, which covers every byte of every file that a worker computes with.
 
-    Raises ModelError if a file cannot be read or changes while it is read.
+    Raises ModelError if a file cannot be read or changes while it is read, or if a GGUF file is not the one that was
+    converted.
     """
     content = read_content({path.relative_to(folder).as_posix(): path for path in _files(folder, code)})
+    if has_reference(folder):
+        read_reference(folder).check(folder, content)
     return ModelIdentity(content, dtype, "int8" if quantization == "int8" else "none", code)
 
 
 def _is_weight(name: str) -> bool:
     """Return whether a file is the config or holds weights, whatever code computes the model."""
-    return name == "config.json" or (name.endswith(".safetensors") and name != BLOCKS_FILE)
+    return name in ("config.json", REFERENCE_FILE) or name.endswith((".safetensors", ".gguf"))
 
 
 def _files(folder: Path, code: str) -> list[Path]:
     """Return the files that a worker computes with: config, weights, how media are scaled, and code of the folder."""
-    small = ["config.json", *PROCESSOR_FILES, BLOCKS_FILE, *(_ADAPTED if code != "native" else ())]
+    small = ["config.json", *PROCESSOR_FILES, REFERENCE_FILE, *(_ADAPTED if code != "native" else ())]
     found = [path for name in small if (path := folder / name).is_file()]
     code_files = sorted(folder.rglob("*.py")) if code != "native" else []
-    return [*found, *weight_files(folder), *code_files]
+    return [*found, *weight_files(folder), *gguf_files(folder), *code_files]
 
 
 def implementation_name(folder: Path, model_impl: ModelImpl) -> str:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from paceline.core.config import ModelImpl, Quantization
+from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Architecture, Model
 from paceline.models.checkpoint import Checkpoint
@@ -27,7 +28,9 @@ from paceline.models.encoders.base import Encoders
 from paceline.models.encoders.registry import make_encoders
 from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
-from paceline.models.gguf_weights import weights_of
+from paceline.models.gguf_file import GgufFile
+from paceline.models.gguf_reference import has_reference
+from paceline.models.gguf_weights import GgufWeights
 from paceline.models.identity import model_identity
 from paceline.models.packed import PACKING, Pack, packed_weights
 from paceline.models.quantized import Packer
@@ -64,14 +67,22 @@ def load_model(
 
         return load_transformers(path, dtype, kernels, device, packed_dir, quantization, trust_remote_code)
     config, packer = read_config(path), Packer(kernels, device, weight_form(path, quantization))
+    gguf = GgufFile(path) if has_reference(path) else None
+    if quantization == "gguf":
+        if gguf is None:
+            raise ConfigError(
+                f"--quantization gguf: {path} was not converted from a GGUF file, or an older version converted it; "
+                "give serve or prepare the .gguf file or a bundled model's name, or choose --quantization int8"
+            )
+        gguf.check_packed()
 
     def build(pack: Pack) -> Architecture:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
-        weights = weights_of(checkpoint, path, quantization)
+        weights = checkpoint if gguf is None else GgufWeights(checkpoint, gguf, device)
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
-        checkpoint.finish((*unread, *(_HEADS if config.tie_word_embeddings else ())))
+        weights.finish((*unread, *(_HEADS if config.tie_word_embeddings else ())))
         return model
 
     return CompiledModel(_with_packed(build, path, dtype, packer, packed_dir), kernels)

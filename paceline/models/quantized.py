@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, get_args
 
 import torch
@@ -14,6 +14,9 @@ from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 from paceline.models.gguf_blocks import BlockMatrix
+
+_PIECE = 1 << 20
+"""Number of weights that are dequantized at a time."""
 
 Matrix = Tensor | QuantizedMatrix | BlockMatrix
 """A matrix [out, in], or the matrices of all heads [heads, out, in]. On the meta device, the matrix is missing or will
@@ -54,7 +57,9 @@ class Packer:
     def __call__(self, name: str, weight: Matrix, allocate: Allocate | None = None) -> PackedWeight:
         """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized."""
         if isinstance(weight, BlockMatrix):
-            return self.kernels.pack(weight.decode(), allocate)
+            if self.weight_form == "gguf":
+                return self.kernels.pack(weight.decode(), allocate)
+            weight = dequantize_blocks(weight).to(self.device)
         rounds = self.weight_form == "int8"
         if isinstance(weight, QuantizedMatrix):
             # With int8, too: such a matrix of a checkpoint fits in eight bits as it is.
@@ -66,3 +71,14 @@ class Packer:
     def without_data(self, weight: Matrix) -> PackedWeight:
         """Return the packed matrix that a call would return, but on the meta device and without a format."""
         return self.kernels.pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+
+
+def dequantize_blocks(matrix: BlockMatrix) -> Tensor:
+    """Return the numbers of blocks in the matrix's dtype: [out, in]. Few rows at a time are in a wider form."""
+    size_out, size_in = matrix.shape
+    numbers = torch.empty(size_out, size_in, dtype=matrix.dtype)
+    count = max(1, _PIECE // size_in)
+    for first in range(0, size_out, count):
+        rows = slice(first, first + count)
+        numbers[rows] = replace(matrix, raw=matrix.raw[rows]).decode().dequantize()
+    return numbers

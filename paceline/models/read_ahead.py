@@ -9,8 +9,9 @@ import json
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,18 +34,30 @@ _REQUEST = 512 << 10
 """
 
 
+class TensorPlace(NamedTuple):
+    """The place of a tensor, or of a part of it, in a file."""
+
+    name: str
+    file: Path
+    start: int
+    """First byte in the file."""
+    end: int
+    """Number of the byte after the last one."""
+
+
 class Lookahead:
     """Lets the system read the tensors of a checkpoint before they are taken, in the order of its files.
 
     Args:
-        files: safetensors files with complete headers.
+        places: the places of all tensors, in the order of the files. A tensor may have several places.
         window: bytes that are read at the same time. Larger tensors, which may be tables, are left out.
     """
 
-    def __init__(self, files: Iterable[Path], window: int = _WINDOW) -> None:
+    def __init__(self, places: Iterable[TensorPlace], window: int = _WINDOW) -> None:
         self._window = window
-        self._places = [place for file in files for place in _places(file)]
-        self._number_of = {name: number for number, (name, *_) in enumerate(self._places)}
+        self._places = list(places)
+        numbers = enumerate(self._places)
+        self._number_of = dict(reversed([(place.name, number) for number, place in numbers]))
         self._announced = bytearray(len(self._places))
 
     def take(self, name: str) -> None:
@@ -60,19 +73,20 @@ class Lookahead:
                 _begin_reading(file, start, end)
 
 
-def _places(file: Path) -> list[tuple[str, Path, int, int]]:
-    """Return the name, file, begin and end of each tensor, in the order of the file."""
-    with file.open("rb") as source:
-        size = int.from_bytes(source.read(8), "little")
-        header = json.loads(source.read(size))
-    header.pop("__metadata__", None)
-    first = 8 + size
-    places = [
-        (name, file, first + begin, first + end)
-        for name, entry in header.items()
-        for begin, end in [entry["data_offsets"]]
-    ]
-    return sorted(places, key=lambda place: place[2])
+def safetensors_places(files: Iterable[Path]) -> Iterator[TensorPlace]:
+    """Yield the places of all tensors of safetensors files with complete headers, in the order of the files."""
+    for file in files:
+        with file.open("rb") as source:
+            size = int.from_bytes(source.read(8), "little")
+            header = json.loads(source.read(size))
+        header.pop("__metadata__", None)
+        first = 8 + size
+        places = [
+            TensorPlace(name, file, first + begin, first + end)
+            for name, entry in header.items()
+            for begin, end in [entry["data_offsets"]]
+        ]
+        yield from sorted(places, key=lambda place: place.start)
 
 
 def _begin_reading(file: Path, start: int, end: int) -> None:

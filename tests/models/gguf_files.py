@@ -32,6 +32,7 @@ def write_gguf(
     without: str = "",
     beside: str = "",
     divisors: Sequence[float] = (),
+    most_tensors: int = 0,
     **more: Any,
 ) -> Path:
     """Write a GGUF file of a tiny Llama, or Qwen, with a byte-level vocabulary. Without a reference it has no weights.
@@ -43,9 +44,10 @@ def write_gguf(
         without: name of a tensor that the file does not have.
         beside: name of a tensor that the file has in addition.
         divisors: numbers by which the frequencies of pairs of dimensions are divided; empty if the file has none.
+        most_tensors: largest number of tensors in a part, if the file is split; the result is its first part.
         more: further or other metadata as (value, type), with __ instead of dots; None removes a key.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=most_tensors)
     tokens = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), "ĊĊ", "ĠĠ", *([whole] if whole else [])]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -72,7 +74,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))), path) if most_tensors else path
 
 
 def _add_weights(

@@ -357,6 +357,19 @@ def test_a_gguf_file_of_the_hub_is_converted(tmp_path: Path, hub: FakeHub, prepa
     assert hub.fetched() == ["sub/tiny.gguf"]
 
 
+def test_all_parts_of_a_gguf_file_are_fetched(tmp_path: Path, hub: FakeHub, prepare: Prepare) -> None:
+    names = [f"sub/tiny-0000{number}-of-00002.gguf" for number in (1, 2)]
+    (tmp_path / "files" / "sub").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "files" / name).write_bytes(b"GGUF of which the rest is missing, " + name.encode())
+    hub.add("org/files", tmp_path / "files")
+    assert "paceline: tiny-00001-of-00002.gguf is damaged or not a GGUF file" in prepare(f"org/files/{names[0]}").stderr
+    assert sorted(hub.fetched()) == names
+    assert f"give {Path(names[0]).name}" in error_of(prepare(f"org/files/{names[1]}"))
+    hub.add("org/part", tmp_path / "files").files.pop(names[1])
+    assert f"org/part has no file {names[1]}" in error_of(prepare(f"org/part/{names[0]}"))
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [

@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelError
-from paceline.models.folder import BLOCKS_FILE
+from paceline.models.content import read_content
+from paceline.models.gguf_reference import GgufReference, PlacedMatrix
 from paceline.models.identity import model_identity
 
 SIZE = 300_000
@@ -25,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "model.safetensors").write_bytes(bytes(SIZE))
     for name in ["config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"]:
         (folder / name).write_text("{}")
-    for name in [BLOCKS_FILE, "generation_config.json", "adapter_config.json", "modeling.py", "parts/deep/layer.py"]:
+    for name in ["generation_config.json", "adapter_config.json", "modeling.py", "parts/deep/layer.py"]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("{}")
     (folder / "README.md").write_text("x")
@@ -68,9 +69,32 @@ def test_each_file_that_a_worker_reads_counts(folder: Path, code: str) -> None:
                 found.add(path.relative_to(folder).as_posix())
             undo()
     read = {"config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"}
-    read |= {"model.safetensors", BLOCKS_FILE}
+    read |= {"model.safetensors"}
     foreign = {"modeling.py", "parts/deep/layer.py", "generation_config.json", "adapter_config.json"}
     assert found == (read if code == "native" else read | foreign)
+
+
+def test_a_gguf_file_counts_and_may_not_be_replaced(tmp_path: Path) -> None:
+    file, folder = tmp_path / "model.gguf", tmp_path / "folder"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
+    file.write_bytes(b"GGUF")
+    (folder / "weights.gguf").symlink_to(file)
+    digest = read_content({"weights.gguf": file}).files[0].digest
+    GgufReference({"weights.gguf": digest}, {}, {}).write(folder)
+    identity = model_identity(folder, "bfloat16")
+    assert dict(identity.parts)["weights.gguf"] == digest
+    one = PlacedMatrix("Q8_0", (1, 32), ((0, 0),), 34)
+    GgufReference({"weights.gguf": digest}, {"head": one}, {}).write(folder)
+    assert model_identity(folder, "bfloat16").digest != identity.digest
+    assert model_identity(folder, "bfloat16").weights != identity.weights
+    change(file)
+    with pytest.raises(ModelError, match=r"model\.gguf is not the GGUF file from which .*folder was converted; give"):
+        model_identity(folder, "bfloat16")
+    file.unlink()
+    with pytest.raises(ModelError, match=r"model\.gguf is missing, and .*folder has no copy of its weights; put the"):
+        model_identity(folder, "bfloat16")
 
 
 def test_a_part_that_differs_has_a_name(folder: Path) -> None:

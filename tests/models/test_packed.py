@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from paceline.core.errors import ModelError
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels
-from paceline.models import checkpoint, gguf_weights, read_ahead
+from paceline.models import checkpoint, read_ahead
 from paceline.models.loader import load_model
 from tests.models.packed_models import CPU, Counting, logits, packed_folders
 
@@ -116,7 +116,6 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return tensor
 
     monkeypatch.setattr(checkpoint, "safe_open", Recording)
-    monkeypatch.setattr(gguf_weights, "safe_open", Recording)
     return names
 
 

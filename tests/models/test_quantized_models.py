@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels import rounds_blocks, select_kernels
 from paceline.models.base import Model
 from paceline.models.convert import convert_gguf
-from paceline.models.folder import BLOCKS_FILE
 from paceline.models.gguf_blocks import BlockMatrix
+from paceline.models.gguf_file import GgufFile
+from paceline.models.gguf_reference import REFERENCE_FILE, read_reference
 from paceline.models.identity import model_identity
 from paceline.models.loader import load_model
 from tests.models.gguf_files import write_gguf
@@ -64,8 +64,7 @@ def test_blocks_of_qwen_compute_the_bits_of_the_converted_model(
     folder = tmp_path / "converted"
     folder.mkdir()
     convert_gguf(source, folder)
-    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
-        assert len(blocks.keys()) == 2 + 2 * 7
+    assert len(read_reference(folder).matrices) == 2 + 2 * 7
     whole, quantized = (logits(load(folder, how), paged_contexts) for how in ("none", "gguf"))
     for prompt in PROMPTS:
         assert_same(whole[prompt], quantized[prompt], torch.bfloat16)
@@ -92,9 +91,9 @@ def test_gguf_computes_the_bits_of_the_converted_model(
     save_converted: Callable[..., Path], paged_contexts: Any, type_name: str, dtype: torch.dtype
 ) -> None:
     folder = save_converted(type_name)
-    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
-        assert set(blocks.metadata().values()) == {type_name}
-        assert len(blocks.keys()) == 2 + 3 * 7
+    matrices = read_reference(folder).matrices
+    assert {matrix.type_name for matrix in matrices.values()} == {type_name}
+    assert len(matrices) == 2 + 3 * 7
     whole, quantized = (logits(load(folder, how, dtype), paged_contexts, dtype) for how in ("none", "gguf"))
     for request in PROMPTS:
         assert_same(whole[request], quantized[request], dtype)
@@ -106,7 +105,7 @@ def test_workers_share_blocks_that_were_decoded_once(
     folder, packed = save_converted("Q4_1"), tmp_path / "packed"
     private, first = (logits(load(folder, "gguf", packed_dir=own), paged_contexts) for own in (None, packed))
     monkeypatch.setattr(BlockMatrix, "decode", None)
-    monkeypatch.setattr("paceline.models.gguf_weights.will_read", None)  # no block is read either
+    monkeypatch.setattr(GgufFile, "read", None)  # no block is read either
     second = logits(load(folder, "gguf", packed_dir=packed), paged_contexts)
     for request in PROMPTS:
         assert torch.equal(private[request], first[request])
@@ -123,8 +122,8 @@ def test_experts_keep_their_blocks(tmp_path: Path, save_qwen3_moe: Any, paged_co
     folder = tmp_path / "converted"
     folder.mkdir()
     convert_gguf(source, folder)
-    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
-        assert len(blocks.keys()) == 2 + 3 * (4 + 3 * reference.config.num_experts)
+    # Routers are among them: the file has them in fp32.
+    assert len(read_reference(folder).matrices) == 2 + 3 * (5 + 3 * reference.config.num_experts)
     whole, quantized = (
         logits(load(folder, how, torch.float32), paged_contexts, torch.float32) for how in ("none", "gguf")
     )
@@ -197,27 +196,21 @@ def test_an_unknown_way_is_refused(tmp_path: Path, save_llama: Any) -> None:
         load(tmp_path, "fp8")
 
 
-def change_blocks(folder: Path, name: str, tensor: torch.Tensor | None, type_name: str) -> None:
-    """Replace the blocks of one matrix, or remove them if `tensor` is None."""
-    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
-        tensors = {each: blocks.get_tensor(each) for each in blocks.keys()}  # noqa: SIM118
-        types = blocks.metadata()
-    tensors.pop(name)
-    if tensor is not None:
-        tensors[name] = tensor
-    save_file(tensors, folder / BLOCKS_FILE, metadata={**types, name: type_name})
-
-
-def test_blocks_that_do_not_fit_are_named(save_converted: Callable[..., Path]) -> None:
+def test_a_reference_that_does_not_fit_is_named(save_converted: Callable[..., Path]) -> None:
     folder, name = save_converted(), "model.layers.1.mlp.up_proj.weight"
-    change_blocks(folder, name, torch.zeros(96, 20, dtype=torch.uint8), "Q4_1")
-    with pytest.raises(ModelError, match=r"does not fit config\.json: model\.layers\.1\.mlp\.up_proj\.weight"):
+    reference = read_reference(folder)
+    matrix = reference.matrices[name]
+    replace(reference, matrices={**reference.matrices, name: replace(matrix, shape=(96, 96))}).write(folder)
+    with pytest.raises(
+        ModelError, match=r"does not fit config\.json: model\.layers\.1\.mlp\.up_proj\.weight is \[96, 96\]"
+    ):
         load(folder, "gguf")
-    change_blocks(folder, name, None, "IQ4_XS")
-    with pytest.raises(ConfigError, match=r"up_proj\.weight has GGUF's type IQ4_XS; supported are Q4_0, "):
+    moved = replace(matrix, places=((0, (folder / "weights.gguf").stat().st_size - 32),))
+    replace(reference, matrices={**reference.matrices, name: moved}).write(folder)
+    with pytest.raises(ModelError, match=r"weights\.gguf is damaged"):
         load(folder, "gguf")
-    (folder / BLOCKS_FILE).write_bytes(b"damaged")
-    with pytest.raises(ModelError, match=rf"{BLOCKS_FILE} is damaged"):
+    (folder / REFERENCE_FILE).write_bytes(b"damaged")
+    with pytest.raises(ModelError, match=rf"{REFERENCE_FILE} cannot be read .*converts the GGUF file again"):
         load(folder, "gguf")
 
 
@@ -232,5 +225,4 @@ def test_a_real_model_of_four_bits_gives_the_same_logits(real_model: Callable[..
         expected, step = whole.step({0: tokens})[0], quantized.step({0: tokens})[0]
         assert_same(expected, step, torch.bfloat16)
         tokens = [int(expected[-1].argmax())]
-    with safe_open(folder / BLOCKS_FILE, "pt") as blocks:
-        assert len(blocks.keys()) == 211
+    assert len(read_reference(folder).matrices) == 211

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.models import read_ahead as module
-from paceline.models.read_ahead import Lookahead, read_ahead, will_read
+from paceline.models.read_ahead import Lookahead, read_ahead, safetensors_places, will_read
 
 MIB = 1 << 20
 
@@ -107,7 +107,7 @@ def test_tensors_within_the_window_are_announced_once(tmp_path: Path, announced:
     files = [tmp_path / "1", tmp_path / "2"]
     for file, names in zip(files, ("bcd", "efg")):
         save_file({name: torch.full((10,), ord(name), dtype=torch.uint8) for name in names}, file, {"format": "pt"})
-    lookahead = Lookahead(files, window=35)
+    lookahead = Lookahead(safetensors_places(files), window=35)
     lookahead.take("c")
     assert announced == [b"c" * 10, b"d" * 10, b"e" * 10]
     lookahead.take("d")
@@ -121,7 +121,7 @@ def test_tensors_within_the_window_are_announced_once(tmp_path: Path, announced:
 def test_tensors_that_are_larger_than_the_window_are_left_out(tmp_path: Path, announced: list[bytes]) -> None:
     sizes = {"a": 5, "b": 30, "c": 5}
     save_file({name: torch.full((size,), ord(name), dtype=torch.uint8) for name, size in sizes.items()}, tmp_path / "1")
-    lookahead = Lookahead([tmp_path / "1"], window=20)
+    lookahead = Lookahead(safetensors_places([tmp_path / "1"]), window=20)
     for name in sizes:
         lookahead.take(name)
     assert announced == [b"aaaaa", b"ccccc"]
@@ -143,5 +143,5 @@ def test_the_system_reads_what_was_announced(tmp_path: Path) -> None:
         os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if bytes_in_memory(file) > MIB:
         pytest.skip("this file system keeps files in memory")
-    Lookahead([file]).take("a")
+    Lookahead(safetensors_places([file])).take("a")
     assert wait_for(lambda: bytes_in_memory(file) >= 64 * MIB)

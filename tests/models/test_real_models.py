@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer
 
 from paceline.kernels import select_kernels
 from paceline.models.loader import load_model
 from paceline.services.gateway.planning import tokenizer as gateway
+from tests.stack.reference import load_reference
 
 pytestmark = pytest.mark.model
 
@@ -32,7 +32,7 @@ def test_greedy_tokens_are_those_of_transformers(
 ) -> None:
     folder = real_model(name)
     model = load_model(folder, torch.float32, select_kernels(CPU), CPU)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = load_reference(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     contexts = paged_contexts(model, len(prompts), 128)

@@ -19,10 +19,12 @@ from bench.tiny_architectures import save_tiny
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
+from paceline.models.convert import convert_gguf
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.loader import load_model
 from paceline.models.transformers_backend.attention import NAME, Mask, register
 from paceline.models.transformers_backend.loading import check_config
+from tests.models.gguf_files import write_gguf
 from tests.models.test_model_logits import check_against_reference, random_tokens, same
 
 CPU = torch.device("cpu")
@@ -285,6 +287,14 @@ def test_int8_rounds_matrices_and_gguf_is_refused(tmp_path: Path, paged_contexts
     same(other, one, tolerance=0.2)
     with pytest.raises(ConfigError, match="gguf needs a native model"):
         load(tmp_path, quantization="gguf")
+
+
+def test_matrices_in_a_gguf_file_are_computed_too(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+    reference = save_llama(vocab_size=261, num_key_value_heads=2)
+    for weight in reference.parameters():  # as the file's numbers are rounded
+        weight.data.copy_(weight.bfloat16())
+    convert_gguf(write_gguf(tmp_path / "tiny.gguf", reference), tmp_path / "out")
+    check_against_reference(reference, load(tmp_path / "out"), paged_contexts, tolerance=1e-4)
 
 
 def test_both_codes_are_different_models(tmp_path: Path, save_llama: Any) -> None:

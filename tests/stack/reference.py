@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from paceline.models.gguf_file import read_whole
 
 _SHORT = 64
 """Prompts of at most this many tokens are computed in one batch."""
@@ -52,12 +55,23 @@ def tokenize(folder: Path, prompts: tuple[str, ...]) -> list[list[int]]:
     return [tokenizer(prompt).input_ids for prompt in prompts]
 
 
+def load_reference(folder: Path) -> transformers.PreTrainedModel:
+    """Return the model of a folder in fp32, also if its matrices are in a GGUF file."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model: transformers.PreTrainedModel = kind.from_pretrained(
+        None, config=config, state_dict=read_whole(folder), dtype=torch.float32
+    ).eval()
+    model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
 def generate(folder: Path, prompts: tuple[str, ...], max_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
     """Return the prompts' token ids, and the greedy tokens after each prompt, computed in fp32.
 
     Generation stops after an end token or `max_tokens` tokens.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = load_reference(folder)
     inputs, outputs = tokenize(folder, prompts), [list[int]()] * len(prompts)
     # In two batches, so that short prompts are not padded to the length of long ones.
     short = [index for index, prompt in enumerate(inputs) if len(prompt) <= _SHORT]

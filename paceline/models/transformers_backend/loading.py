@@ -18,6 +18,8 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.models.checkpoint import refuse_misfits
 from paceline.models.config.transformers import IMAGE_ARCHITECTURES
 from paceline.models.folder import weight_files
+from paceline.models.gguf_file import read_whole
+from paceline.models.gguf_reference import has_reference
 from paceline.models.transformers_backend.attention import NAME, register
 
 _LONGEST_MESSAGE = 400
@@ -78,7 +80,7 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     Raises:
         ModelError: `transformers` has no causal model of this kind or cannot load it, or weights do not fit it.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
     files = weight_files(folder)
     register()
@@ -86,8 +88,13 @@ def load_module(folder: Path, config: Any, dtype: torch.dtype, device: torch.dev
     config.return_dict = True
     with _loading(folder, trust_remote_code):
         auto: Any = AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
+        tensors = None
+        if has_reference(folder):
+            # transformers finds no matrices in the folder, so its class gets the tensors themselves.
+            auto, tensors = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], read_whole(folder)
         causal, report = auto.from_pretrained(
-            folder,
+            None if tensors else folder,
+            state_dict=tensors,
             config=config,
             dtype=dtype,
             attn_implementation="eager",

@@ -14,7 +14,8 @@ from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
-from paceline.models.folder import BLOCKS_FILE, count_weights
+from paceline.models.folder import count_weights
+from paceline.models.gguf_reference import gguf_files, has_reference
 from paceline.models.model_config import ModelConfig
 from paceline.services.serve.settings import served_name
 
@@ -137,12 +138,12 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     whole = count * _ITEMSIZES[dtype]
     form = weight_form(folder, config.quantization)
     if config.kernels == "reference":
-        converts = dtype != stored or form != "none"
+        converts = dtype != stored or form != "none" or has_reference(folder)
         return whole * (workers if converts else 1)
     if form == "none":
         return whole
-    if form == "gguf" and (folder / BLOCKS_FILE).is_file():
-        return (folder / BLOCKS_FILE).stat().st_size
+    if form == "gguf" and (files := gguf_files(folder)):
+        return sum(file.stat().st_size for file in files)
     return count // 32 * 34
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import GatewayConfig, ServeConfig, own_options
+from paceline.models.gguf_parts import gguf_stem
 from paceline.models.hub_name import parse_hub_name
 
 _GATEWAY = (
@@ -94,7 +95,7 @@ def served_name(config: ServeConfig) -> str:
     if config.served_model_name:
         return config.served_model_name
     hub = parse_hub_name(config.model)
-    return hub.repository if hub and not hub.gguf else Path(os.path.abspath(config.model)).name.removesuffix(".gguf")
+    return hub.repository if hub and not hub.gguf else gguf_stem(Path(os.path.abspath(config.model)).name)
 
 
 def cache_folder(config: ServeConfig) -> Path:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import ConfigError
-from paceline.models.folder import BLOCKS_FILE
+from paceline.models.gguf_reference import GgufReference
 from paceline.services.serve.checks import (
     LEAST_KV_BYTES,
     PROCESS_BYTES,
@@ -179,7 +179,8 @@ def test_memory_is_weights_processes_and_kv(model_folder: Path, options: dict[st
 
 
 def test_workers_share_the_blocks_of_a_gguf_file(model_folder: Path) -> None:
-    (model_folder / BLOCKS_FILE).write_bytes(bytes(MIB // 2))
+    (model_folder / "weights.gguf").write_bytes(bytes(MIB // 2))
+    GgufReference({"weights.gguf": ""}, {}, {}).write(model_folder)
     needed = MIB // 2 + 2 * PROCESS_BYTES + LEAST_KV_BYTES
     check_memory([(ServeConfig(quantization="gguf"), model_folder)], needed)
     with pytest.raises(ConfigError, match="this stack needs"):

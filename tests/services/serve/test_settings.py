@@ -99,6 +99,7 @@ def test_kvtransfer(file: Path) -> None:
         (ServeConfig(model="gemma-3-270m"), "gemma-3-270m"),
         (ServeConfig(model="/models/llama/"), "llama"),
         (ServeConfig(model="some/file.gguf"), "file"),
+        (ServeConfig(model="some/file-00001-of-00003.gguf"), "file"),
         (ServeConfig(model="/models/llama", served_model_name="mine"), "mine"),
         (ServeConfig(model="org/name"), "org/name"),
         (ServeConfig(model="org/name/sub/file.gguf"), "file"),
