@@ -7,6 +7,13 @@ layers of one group, contiguous in memory:
 
 Layers that cache one latent vector for each token, which serves as key and value, have one plane instead of two.
 
+Keys and values may be *coded* in 8 bits. Then sixteen tokens of one head and plane are a *tile*, and a block is
+
+    [layers, 2 (keys, values), kv_heads, block_tokens / 16, tile]
+
+A tile has 16 * head_dim codes, of keys as [head_dim, 16 tokens] and of values as [head_dim / 16, 16 tokens, 16], and
+then one bf16 scale for each token. So kernels read codes in the order in which they multiply.
+
 The layers of a *state group* are recurrent. Instead of keys and values, its blocks hold one state for each layer: the
 state after one of the block's tokens, and the inputs of the computed tokens after it. A token reads the state after the
 token before it, so a state group has a window of two tokens. Only models and kernels know more about states.
@@ -26,13 +33,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConfigError, InvalidRequestError
 
 BASE_TOKENS = 16
 """Number of tokens of the smallest block, and of one link of the hash chain."""
 
 KV_FORMAT = 2
 """Version of the meaning of a block's bytes. A new version keeps old and new workers from sharing blocks."""
+
+TILE_TOKENS = BASE_TOKENS
+"""Number of tokens of a tile of coded keys or values, and of values side by side in it."""
+
+SCALE_BYTES = 2
+"""Bytes of the scale of one token's key or value in one head, if these are coded."""
 
 NO_SLOT = 0xFFFFFFFF
 """The entry of a block table for a block that was released or was never needed."""
@@ -78,10 +91,41 @@ class GroupShape:
     """2 for keys and values; 1 for latent vectors, which serve as both."""
     readers: tuple[tuple[int, int], ...] = ()
     """(layer, source): layers without a cache of their own, and the layer of this group whose cache each one reads."""
+    code: str = field(default="", repr=False)
+    """Name of the 8-bit code of keys and values, such as "int8"; empty if they have the dtype of the model. It is not
+    in the representation, because fingerprints of other caches must not change.
+    """
 
     @property
     def elements_per_token(self) -> int:
         return len(self.layers) * self.planes * self.kv_heads * self.head_dim
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of one token's key or value in one head, with its scale if it is coded.
+
+        itemsize: bytes of an element that is not coded.
+        """
+        return self.head_dim + SCALE_BYTES if self.code else self.head_dim * itemsize
+
+    def coded(self, code: str) -> GroupShape:
+        """Return this shape with keys and values in an 8-bit code. States keep their dtype.
+
+        Args:
+            code: the name of the code; empty for none.
+
+        Raises:
+            ConfigError: the group has latent vectors, or heads that tiles cannot hold.
+        """
+        if not code or self.state:
+            return self
+        if self.planes == 1:
+            raise ConfigError(f"--kv-cache-dtype {code} is not available for latent vectors (MLA); choose auto")
+        if self.head_dim % TILE_TOKENS:
+            raise ConfigError(
+                f"--kv-cache-dtype {code} needs heads of a multiple of {TILE_TOKENS} numbers, and this model's have "
+                f"{self.head_dim}; choose auto"
+            )
+        return replace(self, code=code)
 
     @property
     def state_bytes(self) -> int:
@@ -119,7 +163,8 @@ class GroupShape:
 
     def block_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of a block of `tokens` tokens."""
-        return self.state_bytes or self.elements_per_token * tokens * itemsize
+        rows = len(self.layers) * self.planes * self.kv_heads * tokens
+        return self.state_bytes or rows * self.row_bytes(itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +191,7 @@ class KVLayout:
 
     groups: tuple[KVGroup, ...]
     itemsize: int
-    """Bytes of one cached element."""
+    """Bytes of one cached element that is not coded."""
     slot_bytes: int
     fingerprint: str
     """A hash of everything that blocks depend on. Two workers may share blocks only if their fingerprints are equal."""
@@ -212,7 +257,7 @@ def make_layout(
 
     Args:
         shapes: one for each group of the model; at least one.
-        itemsize: bytes of one cached element.
+        itemsize: bytes of one cached element that is not coded.
         identity: everything else that must be equal before workers may share blocks (model, dtype, version).
         drafts: largest number of draft tokens of a request in a step. It changes the layout only if there are states.
         encoding_size: elements of one row of an encoding; 0 if the model has no encoders.
@@ -245,7 +290,11 @@ def make_layout(
 
 
 def _fingerprint(identity: str, itemsize: int, slot_bytes: int, groups: tuple[KVGroup, ...]) -> str:
-    return hashlib.sha256(repr((KV_FORMAT, identity, itemsize, slot_bytes, groups)).encode()).hexdigest()
+    known: tuple[object, ...] = (KV_FORMAT, identity, itemsize, slot_bytes, groups)
+    codes = tuple(group.shape.code for group in groups)
+    if any(codes):
+        known += (codes,)
+    return hashlib.sha256(repr(known).encode()).hexdigest()
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:

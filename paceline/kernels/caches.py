@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.core.kv_layout import SCALE_BYTES, TILE_TOKENS
+from paceline.kernels.codes import KVCode
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
@@ -19,11 +22,26 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    scales: CacheScales | None = None
+    """If keys and values are coded in 8 bits: their code and scales. Then `keys` and `values` show codes in tiles, in
+    uint8: [slots, kv_heads, tiles, head_dim, 16 tokens] and [slots, kv_heads, tiles, head_dim / 16, 16 tokens, 16].
+    """
 
     @property
     def first(self) -> Tensor:
         """The tensor whose address and shape identify this cache."""
         return self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class CacheScales:
+    """The code of a layer's keys and values, and their scales: bf16 views into the pool, [slots, kv_heads, tiles, 16
+    tokens]. A number is its code's number times its token's scale.
+    """
+
+    code: KVCode
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +112,37 @@ def view_pool(
 
     views = [plane_view(index) for index in range(planes * layers)]
     return [LayerCache(keys, values) for keys, values in zip(views[::planes], views[planes - 1 :: planes])]
+
+
+def view_coded_pool(
+    arena: Tensor, slot_bytes: int, layers: int, kv_heads: int, block_tokens: int, head_dim: int, code: KVCode
+) -> list[LayerCache]:
+    """Return the caches of one group's layers, whose keys and values are coded, as views into the pool.
+
+    Args:
+        arena: the pool, flat, of any dtype.
+        block_tokens, head_dim: multiples of 16.
+    """
+    octets = arena.view(torch.uint8)
+    slots, tiles = octets.numel() // slot_bytes, block_tokens // TILE_TOKENS
+    tile_bytes = TILE_TOKENS * (head_dim + SCALE_BYTES)
+    plane = kv_heads * tiles * tile_bytes
+
+    def view(words: Tensor, place: int, *shape: int) -> Tensor:
+        """Return parts of all tiles of a plane; `place` is that of the first part in bytes, from the pool's first."""
+        strides = [stride // words.itemsize for stride in (slot_bytes, tiles * tile_bytes, tile_bytes)]
+        strides += [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        first = int(words.storage_offset()) + place // words.itemsize
+        return torch.as_strided(words, (slots, kv_heads, tiles, *shape), strides, first)
+
+    def cache_at(place: int) -> LayerCache:
+        halves, scales = octets.view(torch.bfloat16), TILE_TOKENS * head_dim
+        keys = view(octets, place, head_dim, TILE_TOKENS)
+        values = view(octets, place + plane, head_dim // TILE_TOKENS, TILE_TOKENS, TILE_TOKENS)
+        key_scales, value_scales = (view(halves, place + at + scales, TILE_TOKENS) for at in (0, plane))
+        return LayerCache(keys, values, CacheScales(code, key_scales, value_scales))
+
+    return [cache_at(2 * plane * layer) for layer in range(layers)]
 
 
 def view_states(arena: Tensor, slot_bytes: int, layers: int, parts: Sequence[Sequence[int]]) -> list[LayerState]:

@@ -13,6 +13,7 @@ from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, NormKind
 from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.reference_caches import gather_context, store_codes
 from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence
 
@@ -80,8 +81,11 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         return (wide * cos.unsqueeze(1) + turned * sin.unsqueeze(1)).to(x.dtype)
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
-        cache.keys[group.write_slots, :, group.write_offsets] = keys
-        cache.values[group.write_slots, :, group.write_offsets] = values
+        if cache.scales is not None:
+            store_codes(keys, values, cache, cache.scales, group)
+        else:
+            cache.keys[group.write_slots, :, group.write_offsets] = keys
+            cache.values[group.write_slots, :, group.write_offsets] = values
 
     def attention(
         self,
@@ -102,13 +106,14 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
             if start == end:
                 continue
             first_key = _first_visible_key(context_len - (end - start), group.window)
-            keys, values = _gather_context(cache, group, request, first_key, context_len)
+            keys, values = gather_context(cache, group, request, first_key, context_len)
             mask = None
             if end - start > 1:
                 positions = torch.arange(context_len - (end - start), context_len, device=queries.device)
                 last = positions if last_keys is None else last_keys[start:end]
                 mask = _mask(positions, last, first_key, context_len, group.window)
-            out[start:end] = _attend(queries[start:end], keys, values, mask, scale, softcap, sinks)
+            own = queries[start:end].to(keys.dtype)  # numbers of 8-bit codes are fp32
+            out[start:end] = _attend(own, keys, values, mask, scale, softcap, sinks)
         return out
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -133,26 +138,6 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
 def _first_visible_key(position: int, window: int) -> int:
     """Return the position of the first key that a query at `position` attends to."""
     return max(0, position - window + 1) if window else 0
-
-
-def _gather_context(
-    cache: LayerCache, group: GroupTables, request: int, first_key: int, context_len: int
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values of positions [first_key, context_len), [kv_heads, keys, head_dim] each.
-
-    Nothing outside this range is returned, because a slot may hold anything there, NaN included.
-    """
-    first_block = first_key // group.block_tokens
-    end_block = -(-context_len // group.block_tokens)
-    slots = group.tables[request, first_block:end_block]
-    base = first_block * group.block_tokens
-
-    def gather(plane: Tensor) -> Tensor:
-        # Not index_select: a layer's plane is strided, and index_select would first copy the whole pool.
-        blocks = plane[slots].transpose(0, 1)
-        return blocks.flatten(1, 2)[:, first_key - base : context_len - base]
-
-    return gather(cache.keys), gather(cache.values)
 
 
 def _attend(

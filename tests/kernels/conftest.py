@@ -10,7 +10,8 @@ from torch import Tensor
 
 from paceline.kernels import select_kernels
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import LayerCache, view_pool
+from paceline.kernels.caches import LayerCache, view_coded_pool, view_pool
+from paceline.kernels.codes import KVCode
 from paceline.kernels.interface import Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
@@ -85,11 +86,12 @@ def make_case(
     places: int = 0,
     dtype: torch.dtype = torch.float32,
     spans: Mapping[int, Sequence[tuple[int, int]]] | None = None,
+    code: KVCode | None = None,
 ) -> PagedCase:
     """Make a case. `lengths` has (query tokens, context length) of each request.
 
     `seed` is the seed of the numbers, `places` the seed of the blocks' slots. `spans` has, for some requests, (start,
-    end) of tokens that see each other if attention looks ahead.
+    end) of tokens that see each other if attention looks ahead. `code` is that of keys and values.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -97,9 +99,13 @@ def make_case(
         # Make the numbers on the CPU, so that they are the same on all devices.
         return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device(), dtype)
 
-    slot_elements = 2 * kv_heads * block_tokens * head_dim + 24  # with padding after the block
+    slot_elements = 2 * kv_heads * block_tokens * (head_dim + 2) + 24  # with padding after the block
     pool = torch.full((SLOTS * slot_elements,), float("nan"), dtype=dtype)
-    cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
+    if code is None:
+        cache = view_pool(pool, slot_elements, 1, kv_heads, block_tokens, head_dim)[0]
+    else:
+        slot_bytes = slot_elements * dtype.itemsize
+        cache = view_coded_pool(pool, slot_bytes, 1, kv_heads, block_tokens, head_dim, code)[0]
     free = iter(torch.randperm(SLOTS, generator=torch.Generator().manual_seed(places), device="cpu").tolist())
     width = max(-(-context // block_tokens) for _, context in lengths)
     tables = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)

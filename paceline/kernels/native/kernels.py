@@ -11,6 +11,7 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, Logits, NormKind
+from paceline.kernels.native.caches import cache_format, kernel_cache
 from paceline.kernels.native.chooser import NativeChooser
 from paceline.kernels.native.experts import NativeExperts
 from paceline.kernels.native.library import (
@@ -160,7 +161,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
 
     def store_kv(self, keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
         need("values", values, keys.dtype, *keys.shape)
-        op = Op(KernelKind.STORE_KV, rows=len(keys), cache=_cache(cache, keys, group))
+        op = Op(KernelKind.STORE_KV, rows=len(keys), cache=kernel_cache(cache, keys, group), format=cache_format(cache))
         keys = keys.contiguous()
         self.run(op, keys, (keys, values.contiguous()), AttentionBatch((0,), (), (group,)), group)
 
@@ -181,7 +182,7 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         if sinks is not None:
             need("the sinks", sinks, torch.float32, heads)
         op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
-        op.cache = _cache(cache, queries, group)
+        op.cache, op.format = kernel_cache(cache, queries, group), cache_format(cache)
         self.run(op, out, (queries, sinks), batch, group)
         return out
 
@@ -194,7 +195,8 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
     def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         rows, seen = len(queries), len(keys)
         # All keys are one block of a cache with one slot, and each query sees the last one.
-        cache = LayerCache(*(x.contiguous().transpose(0, 1)[None] for x in (keys, values)))
+        own_keys, own_values = (x.contiguous().transpose(0, 1)[None] for x in (keys, values))
+        cache = LayerCache(own_keys, own_values)
         nowhere = torch.empty(0, dtype=torch.int64)
         group = GroupTables(seen, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
         batch = AttentionBatch((0, rows), (seen,), (group,), last_keys=torch.full((rows,), seen - 1))
@@ -237,15 +239,3 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         out = x.new_empty(*x.shape[:2], x.shape[2] + y.shape[2])
         self.run(Op(KernelKind.CONCAT, rows=x.shape[0] * x.shape[1], n0=x.shape[2], n1=y.shape[2]), out, (x, y))
         return out
-
-
-def _cache(cache: LayerCache, x: Tensor, group: GroupTables) -> Cache:
-    """Return the C structure of the cache to which x [tokens, heads, head_dim] is written, or which it attends to."""
-    slots, kv_heads, _, _ = cache.keys.shape
-    head_dim = x.shape[2]
-    for plane in (cache.keys, cache.values):
-        need("the cache", plane, x.dtype, slots, kv_heads, group.block_tokens, head_dim)
-    strides = cache.keys.stride()
-    if strides[3] != 1 or cache.values.stride() != strides:
-        raise ValueError(f"the cache: keys have strides {strides}, values {cache.values.stride()}; the last must be 1")
-    return Cache(cache.keys.data_ptr(), cache.values.data_ptr(), slots, kv_heads, head_dim, *strides[:3])

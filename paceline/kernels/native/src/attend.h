@@ -1,8 +1,8 @@
 // Attention of a step: the distribution of rows, or of pieces of their contexts, to threads. See attention.h.
 
-template <class T>
-static void attend_whole(const Attention<T>& attention, int64_t tasks) {
-    using Prefetch = typename Attention<T>::Prefetch;
+template <class T, int64_t Format>
+static void attend_whole(const Attention<T, Format>& attention, int64_t tasks) {
+    using Prefetch = typename Attention<T, Format>::Prefetch;
     struct Task {
         Rows rows;
         Prefetch next;  // prefetch for what is probably this thread's next task
@@ -33,11 +33,11 @@ static void attend_whole(const Attention<T>& attention, int64_t tasks) {
 }
 
 // The same, but threads share the pieces of a row.
-template <class T>
-static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t pieces, char* partials) {
+template <class T, int64_t Format>
+static void attend_pieces(const Attention<T, Format>& attention, int64_t tasks, int64_t pieces, char* partials) {
     Team& team = attention.team;
     const int64_t bytes = attention.partial_bytes();
-    using Prefetch = typename Attention<T>::Prefetch;
+    using Prefetch = typename Attention<T, Format>::Prefetch;
     struct Piece {
         Rows rows;
         int64_t number;
@@ -74,9 +74,9 @@ static void attend_pieces(const Attention<T>& attention, int64_t tasks, int64_t 
     });
 }
 
-template <class T>
-static void attention(const Op& op, const Step& step, Team& team) {
-    Attention<T> attention{op, step, team};
+template <class T, int64_t Format>
+static void attend_format(const Op& op, const Step& step, Team& team) {
+    Attention<T, Format> attention{op, step, team};
     const int64_t count = attention.tasks.count(), index_bytes = attention.tasks.index_bytes();
     const int64_t pieces = count < 4 * team.threads() && team.threads() > 1 ? attention.most_pieces() : 1;
     const int64_t partial_bytes = count * pieces * attention.partial_bytes();
@@ -87,4 +87,11 @@ static void attention(const Op& op, const Step& step, Team& team) {
         attend_pieces(attention, count, pieces, shared + index_bytes);
     else
         attend_whole(attention, count);
+}
+
+template <class T>
+static void attention(const Op& op, const Step& step, Team& team) {
+    if (op.format == kCacheInt8) attend_format<T, kCacheInt8>(op, step, team);
+    else if (op.format == kCacheFp8) attend_format<T, kCacheFp8>(op, step, team);
+    else attend_format<T, kCacheWhole>(op, step, team);
 }

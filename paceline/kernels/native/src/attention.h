@@ -16,12 +16,16 @@ struct Partial {
     Partial from(int64_t row, int64_t width) const { return {max + row, sum + row, values + row * width}; }
 };
 
-template <class T>
+// T: the type of the model; Format: that of the cache.
+template <class T, int64_t Format = kCacheWhole>
 struct Attention {
+    static constexpr bool kCoded = Format != kCacheWhole;
+    using Stored = std::conditional_t<kCoded, uint8_t, T>;
     const Op& op;
     const Step& step;
     Team& team;
     const Paged<T> paged{op, step, team};
+    const Paged<Stored> stored{op, step, team};
     const Group& group = paged.group;
     const int64_t heads = op.n0, shared_by = heads / op.cache.kv_heads;
     const int64_t dim = paged.dim, depth = paged.depth, width = paged.width;
@@ -64,6 +68,7 @@ struct Attention {
         const T** rows;    // the values of each key, if they stay in their blocks
         Left<T>* weights;
         float* scores;
+        PieceTiles* tiles;  // if the cache is coded
         Partial piece, total;
     };
     Space space(Worker& worker) const {
@@ -74,6 +79,7 @@ struct Attention {
                                  kValuesStay ? kPiece * int64_t{sizeof(T*)} : 0,
                                  kRowBlock * kPiece * left,
                                  kRowBlock * kPiece * 4,
+                                 kCoded ? int64_t{sizeof(PieceTiles)} : 0,
                                  partial_bytes(),
                                  partial_bytes()};
         constexpr int count = sizeof(sizes) / sizeof(*sizes);
@@ -82,9 +88,9 @@ struct Attention {
         char* at = static_cast<char*>(worker.scratch.take(bytes));
         void* parts[count];
         for (int i = 0; i < count; ++i) parts[i] = at, at += round_up(sizes[i], 64);
-        return {static_cast<Left<T>*>(parts[0]), static_cast<T*>(parts[1]),       static_cast<T*>(parts[2]),
-                static_cast<const T**>(parts[3]), static_cast<Left<T>*>(parts[4]), static_cast<float*>(parts[5]),
-                partial_at(parts[6]),             partial_at(parts[7])};
+        return {static_cast<Left<T>*>(parts[0]),    static_cast<T*>(parts[1]),       static_cast<T*>(parts[2]),
+                static_cast<const T**>(parts[3]),   static_cast<Left<T>*>(parts[4]), static_cast<float*>(parts[5]),
+                static_cast<PieceTiles*>(parts[6]), partial_at(parts[7]),            partial_at(parts[8])};
     }
 
     // Columns [from, to) of a piece, multiples of kDepth, so that sums begin and end at the same places for every row.
@@ -101,17 +107,20 @@ struct Attention {
     // For few rows, packing of keys does not pay. Instead, tiles can read keys directly from their blocks and multiply
     // them by packed queries. Each score is the same sum in the same order.
     bool keys_stay(const Rows& rows) const {
-        return kTiles<T> && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
+        return kTiles<T> && !kCoded && count(rows) <= kRowBlock && dim == depth && group.block_tokens % kLanes == 0;
     }
 
+    // For few rows, coded keys and values become numbers in registers. Each sum has the same numbers in the same order.
+    bool codes_stay(const Rows& rows) const { return kCoded && !kTiles<T> && count(rows) <= kMostCodedRows; }
+
     // The prefetch of the keys and values of a piece.
-    using Prefetch = typename Paged<T>::Prefetch;
+    using Prefetch = typename Paged<Stored>::Prefetch;
     Prefetch prefetch_of(const Rows& rows, int64_t piece) const {
         return {rows, piece * kPiece, least((piece + 1) * kPiece, end_key(rows))};
     }
 
     // Products in fp32 read each value by itself, so packing of values would not pay.
-    static constexpr bool kValuesStay = std::is_same_v<Left<T>, float>;
+    static constexpr bool kValuesStay = std::is_same_v<Left<T>, float> && !kCoded;
 
     // Copies queries to space.queries, packed if keys stay in their blocks.
     void take_queries(const Rows& rows, const Space& space) const {
@@ -142,7 +151,7 @@ struct Attention {
         const int64_t row_count = count(rows), groups = row_count > kLanes ? 2 : 1, stride = groups * kLanes;
         for (int64_t i = span.from; i < span.to; i += kLanes) {
             const int64_t place = paged.place_of(rows, base + i);
-            prefetch.issue_by_size(paged, kPrefetchAtTile);
+            prefetch.issue_by_size(stored, kPrefetchAtTile);
             if (place == Paged<T>::kNowhere) continue;
             multiply(worker, static_cast<const T*>(op.cache.keys) + place, op.cache.token_stride, space.queries,
                      depth * kLanes, depth, kLanes, groups, products + i * stride, stride);
@@ -168,15 +177,18 @@ struct Attention {
     void score_in_place(const Rows&, int64_t, Span, Prefetch&, const Space&, Worker&) const {}  // only tiles can
 #endif
 
-    // Computes softmax weights of one row of Vectors * kLanes columns, which sees `count` columns from `first` on.
+    // Computes softmax weights of one row of Vectors * kLanes columns, which sees `count` columns from `first` on. If the
+    // cache is coded, scales are those of the columns' keys and values.
     template <int Vectors>
-    void weigh(const float* scores, Left<T>* weights, int64_t first, int64_t count, float* max_, float* sum_) const {
+    void weigh(const float* scores, Left<T>* weights, int64_t first, int64_t count, const float* key_scales,
+               const float* value_scales, float* max_, float* sum_) const {
         const i32x16 lane = lane_numbers<i32x16>();
         const float cap = op.f1 * kLog2E;
         f32x16 score[Vectors], largest = splat(kNothing), sum = {};
 #pragma GCC unroll 8
         for (int i = 0; i < Vectors; ++i) {
             score[i] = load(scores + i * kLanes) * (op.f0 * kLog2E);
+            if constexpr (kCoded) score[i] = score[i] * load(key_scales + i * kLanes);
             if (op.f1 != 0.0f)
                 score[i] = cap - 2.0f * cap * reciprocal(1.0f + exp2(score[i] * (2.0f / op.f1)));
         }
@@ -194,7 +206,8 @@ struct Attention {
         for (int i = 0; i < Vectors; ++i) {
             const f32x16 weight = exp2(score[i] - top);
             sum += weight;
-            store(weights + i * kLanes, weight);
+            if constexpr (kCoded) store(weights + i * kLanes, weight * load(value_scales + i * kLanes));
+            else store(weights + i * kLanes, weight);
         }
         *max_ = top;
         *sum_ = sum_lanes(sum);
@@ -214,13 +227,28 @@ struct Attention {
             const float* scores = space.scores + i * kPiece + span.from;
             Left<T>* weights = space.weights + i * kPiece + span.from;
             float *max_ = piece.max + i, *sum = piece.sum + i;
+            const float* key_scales = kCoded ? space.tiles->key_scales + span.from : nullptr;
+            const float* value_scales = kCoded ? space.tiles->value_scales + span.from : nullptr;
+            const auto run = [&](auto vectors) {
+                weigh<decltype(vectors)::value>(scores, weights, first, count, key_scales, value_scales, max_, sum);
+            };
             switch (width / kDepth) {
-                case 1: weigh<2>(scores, weights, first, count, max_, sum); break;
-                case 2: weigh<4>(scores, weights, first, count, max_, sum); break;
-                case 3: weigh<6>(scores, weights, first, count, max_, sum); break;
-                default: weigh<8>(scores, weights, first, count, max_, sum);
+                case 1: run(std::integral_constant<int, 2>{}); break;
+                case 2: run(std::integral_constant<int, 4>{}); break;
+                case 3: run(std::integral_constant<int, 6>{}); break;
+                default: run(std::integral_constant<int, 8>{});
             }
         }
+    }
+
+    // The same as attend_rows() if codes stay in their blocks.
+    void attend_codes(const Rows& rows, int64_t base, int64_t row, int64_t height, Span span, Prefetch& prefetch,
+                      const Space& space, const Partial& piece) const {
+        const CodedProducts<T, Format> products{dim, depth, *space.tiles};
+        const auto ahead = [&] { prefetch.issue(stored, lines_with_tiles(dim)); };
+        products.score(space.queries + row * depth, height, span.from, span.to, space.scores, ahead);
+        weigh_rows(rows, base, row, height, span, space, piece);
+        products.add_values(space.weights, height, span.from, span.to, piece.values, width, ahead);
     }
 
     // Computes the result of a piece for rows [row, row + height).
@@ -233,6 +261,8 @@ struct Attention {
             clear(piece, 0, height);
             return;
         }
+        if constexpr (kCoded)
+            if (codes_stay(rows)) return attend_codes(rows, base, row, height, span, prefetch, space, piece);
         const bool scored = keys_stay(rows);
         for (int64_t i = span.from; i < span.to && !scored; i += kOutBlock)
             multiply(worker, space.queries + row * depth, depth, space.keys + i * depth, depth * kLanes, depth, height,
@@ -243,13 +273,13 @@ struct Attention {
                                        piece.values, width};
             by_parts<kMostRows>(height, [&](auto count, int64_t first) {
                 weighing.template run<decltype(count)::value>(
-                    first, [&](int64_t groups) { prefetch.issue(paged, kPrefetchAtColumns * groups); });
+                    first, [&](int64_t groups) { prefetch.issue(stored, kPrefetchAtColumns * groups); });
             });
         } else {
             // Keep tiles that are configured for sixteen keys: a new configuration takes longer than some idle rows.
             const int64_t tile_height = scored ? most(height, kLanes) : height;
             for (int64_t d = 0; d < width; d += kOutBlock) {
-                prefetch.issue(paged, kPrefetchAtProduct);
+                prefetch.issue(stored, kPrefetchAtProduct);
                 multiply(worker, space.weights + span.from, kPiece, space.values + d * kPiece + span.from * kLanes,
                          kPiece * kLanes, span.to - span.from, tile_height, width - d > kLanes ? 2 : 1,
                          piece.values + d, width);
@@ -257,29 +287,42 @@ struct Attention {
         }
     }
 
-    // The same for all rows, after take_queries(). place(row): memory for the results of the rows from `row` on.
-    // Calls use(row, height) after each block of rows.
+    // Finds keys and values of the columns of `span`, and packs those that do not stay in their blocks.
+    void take_piece(const Rows& rows, int64_t base, Span span, Prefetch& prefetch, const Space& space) const {
+        const int64_t first = first_key(rows), end = end_key(rows);
+        if constexpr (kCoded) {
+            space.tiles->locate(stored, rows, base, span.from, span.to, first, end);
+            if (!codes_stay(rows))
+                CodedProducts<T, Format>{dim, depth, *space.tiles}.unpack_all(
+                    span.from, span.to, space.keys, space.values, [&] { prefetch.issue(stored, lines_with_tiles(dim)); });
+        } else {
+            const bool scored = keys_stay(rows);
+            if (kValuesStay) memset(space.values, 0, width * sizeof(T));
+            for (int64_t i = span.from; i < span.to; i += kDepth) {
+                typename Paged<T>::Places places;
+                paged.locate(rows, base + i, first, end, places);
+                if (!scored) paged.pack_keys(places, space.keys + i * depth, prefetch);
+                if constexpr (kValuesStay)
+                    for (int64_t key = 0; key < kDepth; ++key) {
+                        const T* row = paged.at(op.cache.values, places[key]);
+                        space.rows[i + key] = row ? row : space.values;
+                    }
+                else
+                    paged.pack_values(places, space.values + i * kLanes, prefetch);
+            }
+        }
+    }
+
+    // Computes the result of a piece for all rows, after take_queries(). place(row): memory for the results of the rows
+    // from `row` on. Calls use(row, height) after each block of rows.
     template <class Place, class Use>
     void attend(
         const Rows& rows, int64_t piece, Prefetch& prefetch, const Space& space, Worker& worker, const Place& place,
         const Use& use) const {
-        const int64_t base = piece * kPiece, row_count = count(rows), end = end_key(rows);
-        const Span span = seen(base, rows.first_position, end - 1);
-        const bool scored = keys_stay(rows);
-        if (kValuesStay) memset(space.values, 0, width * sizeof(T));
-        if (scored) score_in_place(rows, base, span, prefetch, space, worker);
-        for (int64_t i = span.from; i < span.to; i += kDepth) {
-            typename Paged<T>::Places places;
-            paged.locate(rows, base + i, first_key(rows), end, places);
-            if (!scored) paged.pack_keys(places, space.keys + i * depth, prefetch);
-            if constexpr (kValuesStay)
-                for (int64_t key = 0; key < kDepth; ++key) {
-                    const T* row = paged.at(op.cache.values, places[key]);
-                    space.rows[i + key] = row ? row : space.values;
-                }
-            else
-                paged.pack_values(places, space.values + i * kLanes, prefetch);
-        }
+        const int64_t base = piece * kPiece, row_count = count(rows);
+        const Span span = seen(base, rows.first_position, end_key(rows) - 1);
+        if (keys_stay(rows)) score_in_place(rows, base, span, prefetch, space, worker);
+        take_piece(rows, base, span, prefetch, space);
         for (int64_t row = 0; row < row_count; row += kRowBlock) {
             const int64_t height = least(kRowBlock, row_count - row);
             const Partial own = place(row);

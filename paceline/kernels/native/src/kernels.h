@@ -23,6 +23,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #endif
 #include "tasks.h"
 #include "paged.h"
+#include "coded.h"
 #include "values.h"
 #include "attention.h"
 #include "attend.h"

@@ -11,13 +11,16 @@ constexpr int64_t padded(int64_t in) {
 
 // The type of x in products with weights of type T. Machines without products of bf16 multiply in fp32, which holds
 // every number of bf16. They widen x once, and weights in registers.
+template <class T>
+struct LeftOf {
 #ifdef PACELINE_BF16_PRODUCTS
-template <class T>
-using Left = T;
+    using Type = T;
 #else
-template <class T>
-using Left = float;
+    using Type = float;
 #endif
+};
+template <class T>
+using Left = typename LeftOf<T>::Type;
 
 // Rows whose sums are in registers at once: the most for one group of sixteen outputs, and for two.
 #if defined(PACELINE_NEON)
@@ -38,12 +41,13 @@ using Floats = Vector<float, kRegisterLanes>;
 using Words = Vector<uint32_t, kRegisterLanes>;
 
 // A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns turns, in order, by
-// values of x that are repeated in a vector.
+// values of x that are repeated in a vector. Vectors of neighbouring outputs are kPart elements apart.
 template <class T>
 struct Products;
 template <>
 struct Products<float> {
     static constexpr int kValues = 1, kTurns = 1;
+    static constexpr int64_t kPart = kRegisterLanes;
     static Floats weights(const float* w, int) { return read<Floats>(w); }
 #if defined(PACELINE_AVX2)
     // The compiler must keep this order. Otherwise it reads all rows of x first, and has no registers left for sums.
@@ -64,6 +68,7 @@ struct Products<float> {
 template <>
 struct Products<bf16> {
     static constexpr int kValues = 2, kTurns = 1;
+    static constexpr int64_t kPart = 2 * kRegisterLanes;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
 #ifdef PACELINE_NEON
     static uint32_t repeat(const bf16* x) { return read<uint32_t>(x); }
@@ -78,6 +83,7 @@ struct Products<bf16> {
 template <>
 struct Products<bf16> : Products<float> {
     static constexpr int kValues = 2, kTurns = 2;
+    static constexpr int64_t kPart = 2 * kRegisterLanes;
     static Floats weights(const bf16* w, int turn) {
         const Words pairs = read<Words>(w);
         if (turn == 0) return bits<Floats>(pairs << 16);
@@ -132,8 +138,7 @@ static inline void multiply_few(
     const Left<T>* x, int64_t x_stride, const T* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
     bool add, Ahead ahead) {
     using Own = Products<T>;
-    constexpr int64_t part_size = Own::kValues * kRegisterLanes;
-    static_assert(Own::kValues * kLanes * sizeof(T) == Ahead::kLine, "a turn takes one line");
+    static_assert(!Prefetches || Own::kValues * kLanes * sizeof(T) == Ahead::kLine, "a turn takes one line");
     constexpr int parts = Groups * kParts;
     Floats sums[Rows * parts];
     const auto place = [=](int i) { return out + i / parts * out_stride + i % parts * kRegisterLanes; };
@@ -150,7 +155,7 @@ static inline void multiply_few(
         unrolled<Own::kTurns>([&](int turn) PACELINE_INLINED {
             decltype(Own::weights(w, 0)) weights[parts];
             unrolled<parts>([&](int part) PACELINE_INLINED {
-                const T* from = w + part / kParts * w_stride + k * kLanes + part % kParts * part_size;
+                const T* from = w + part / kParts * w_stride + k * kLanes + part % kParts * Own::kPart;
                 weights[part] = Own::weights(from, turn);
             });
             unrolled<Rows>([&](int row) PACELINE_INLINED {

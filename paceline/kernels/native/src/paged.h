@@ -9,7 +9,7 @@ constexpr int64_t kPrefetchAtTile = 24, kPrefetchAtPair = 4, kPrefetchAtProduct 
 constexpr int64_t kPrefetchAtColumns = 48;  // with each kLanes columns of values that stay in their blocks
 
 template <class T>
-static void store_kv(const Op& op, const Step& step, Team& team) {
+static void store_whole(const Op& op, const Step& step, Team& team) {
     const Group& group = step.groups[op.group];
     const Cache& cache = op.cache;
     const int64_t row = cache.kv_heads * cache.head_dim;

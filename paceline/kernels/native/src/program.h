@@ -67,9 +67,9 @@ enum Kind : int32_t {
     kRotation,    // out: fp32 cos [tokens, 2 * n0], c: sin; a: int64 positions; b: fp32 frequencies [n0]; f0: factor, f1:
                   // its growth, n1: tokens for each step of the growth
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
-    kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache
+    kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache; format: `CacheFormat`
     kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap;
-                  // n1: whether queries see keys up to `last_keys`, unless that is null
+                  // n1: whether queries see keys up to `last_keys`, unless that is null; format: `CacheFormat`
     kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
     kAdd,  // likewise
@@ -125,7 +125,11 @@ struct Draw {
     int64_t position;
 };
 
-// One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1.
+// The 8-bit codes of keys and values, see `KVCode` of ../../codes.py.
+enum CacheFormat : int64_t { kCacheWhole, kCacheInt8, kCacheFp8 };
+
+// One layer's keys and values: [slots, kv_heads, block_tokens, head_dim]. Strides are in elements; head_dim's is 1. If
+// they are coded, strides are in bytes, and token_stride is a sixteenth of the bytes of a tile (see coded.h).
 // kLinearHeads has only `kv_heads`. A part of a layer's state, in fp32, has only `keys`, `slots` and `slot_stride`. A
 // recurrence's state also has `kv_heads`, `head_dim` (that of keys for the gated delta rule), and its pending inputs in
 // `values`.
