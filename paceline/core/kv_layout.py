@@ -44,6 +44,9 @@ KV_FORMAT = 2
 TILE_TOKENS = BASE_TOKENS
 """Number of tokens of a tile of coded keys or values, and of values side by side in it."""
 
+KV_CACHE_PART = "--kv-cache-dtype"
+"""Name of the part of a layout that says the code of keys and values, if there is one; see `KVLayout.parts`."""
+
 SCALE_BYTES = 2
 """Bytes of the scale of one token's key or value in one head, if these are coded."""
 

@@ -17,7 +17,7 @@ class Numerics:
     that they run on, such as "reference avx2" or "triton sm_90".
     """
     dtype: str
-    """Type of weights and activations, such as "bfloat16"."""
+    """Type of weights and activations, such as "bfloat16"; with a code of keys and values, "bfloat16 kv int8"."""
     quantization: str
     """"int8" if weights were rounded when they were loaded, "gguf" or "checkpoint" if quantized weights of a GGUF file
     or of the checkpoint are multiplied in integers, else "none". If quantized weights are multiplied as floats, the

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.config import ModelImpl, Quantization
+from paceline.core.config import KVCacheDType, ModelImpl, Quantization
 from paceline.core.errors import ConfigError
-from paceline.core.kv_layout import GroupShape, KVLayout, make_layout
+from paceline.core.kv_layout import KV_CACHE_PART, GroupShape, KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.assistant import AssistantDrafter
 from paceline.engine.constraint import Grammars
@@ -101,17 +101,21 @@ def load(
     quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> Loaded:
     """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
     Args:
         packed_dir: folder in which the workers of a host share packed weights; None shares none.
         model_impl, trust_remote_code: the arguments of `load_model`, also for the draft model.
+        kv_cache_dtype: the type of keys and values, also for the draft model.
 
     Raises:
         ConfigError: the options contradict the model or each other.
         ModelError: a model cannot be read.
     """
+    if kv_cache_dtype != "auto" and not kernels.reads_codes:
+        raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} needs --kernels native or reference, not {kernels.name}")
     check_speculative(speculative, folder, model_impl)
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     grammars = Grammars(folder)
@@ -130,7 +134,8 @@ def load(
     shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
     row_size = encoding_size(folder, model_impl)
     encoders = partial(_load_encoders, identities.model, folder, dtype, kernels, device, packed_dir, *code)
-    layout = identities.layout(shapes, len(model.layer_groups), draft_shapes, dtype, speculative, row_size)
+    own = shapes, len(model.layer_groups), draft_shapes
+    layout = identities.layout(*own, dtype, speculative, row_size, kv_cache_dtype)
     identities.check()
     return Loaded(
         model,
@@ -166,6 +171,7 @@ def load_encoders_alone(
     packed_dir: Path | None = None,
     quantization: Quantization = "auto",
     model_impl: ModelImpl = "auto",
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> LoadedEncoders:
     """Load the encoders of a model without its text model. Arguments and errors are those of `load`.
 
@@ -188,7 +194,8 @@ def load_encoders_alone(
         longest = min(longest, draft.max_position)
         draft_shapes = () if has_assistant else kv_groups(draft)[0]
     row_size = encoding_size(folder, model_impl)
-    layout = identities.layout(shapes, len(layer_groups), draft_shapes, dtype, speculative, row_size)
+    own = shapes, len(layer_groups), draft_shapes
+    layout = identities.layout(*own, dtype, speculative, row_size, kv_cache_dtype)
     encoders = _load_encoders(identities.model, folder, dtype, kernels, device, packed_dir)
     identities.check()
     return LoadedEncoders(encoders, layout, longest, identities.model.weights)
@@ -238,6 +245,7 @@ class _Identities:
         dtype: torch.dtype,
         speculative: SpeculativeConfig | None,
         row_size: int,
+        kv_cache_dtype: KVCacheDType,
     ) -> KVLayout:
         """Return the layout of a model's blocks.
 
@@ -246,12 +254,18 @@ class _Identities:
             layers: number of the model's layers.
             draft_shapes: groups of a draft model with KV of its own.
             row_size: elements of a row of an encoding; 0 if the model has no encoders.
+
+        Raises:
+            ConfigError: keys and values of the model cannot have `kv_cache_dtype`.
         """
         identity, parts = self.model.digest, self.model.parts
         if self.draft is not None:
             shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
             identity += self.draft.digest
             parts += tuple((f"draft model's {name}", value) for name, value in self.draft.parts)
+        if kv_cache_dtype != "auto":
+            shapes = tuple(shape.coded(kv_cache_dtype) for shape in shapes)
+            parts += ((KV_CACHE_PART, kv_cache_dtype),)
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
         return replace(make_layout(shapes, dtype.itemsize, identity, drafts, row_size), parts=parts)
 

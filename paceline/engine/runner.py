@@ -22,8 +22,9 @@ from paceline.engine.row_sampler import ChunkSpan, RowSampler, locate_chunks
 from paceline.engine.rows import Inputs, Rows
 from paceline.engine.sampler import score
 from paceline.engine.step import Chunk, ChunkResult, RowAssigned, Step, StepResult
-from paceline.kernels.caches import AnyCache, view_pool, view_states
+from paceline.kernels.caches import AnyCache, view_coded_pool, view_pool, view_states
 from paceline.kernels.choosing import TokenChooser
+from paceline.kernels.codes import CODES
 from paceline.kernels.interface import ForwardInputs, Logits, Taps
 from paceline.models.base import Model
 
@@ -239,6 +240,9 @@ def layer_caches(layout: KVLayout, pool: Tensor) -> list[AnyCache]:
         views: Sequence[AnyCache]
         if shape.state:
             views = view_states(pool, layout.slot_bytes, layers, shape.state)
+        elif shape.code:
+            of_block = shape.kv_heads, group.block_tokens, shape.head_dim
+            views = view_coded_pool(pool, layout.slot_bytes, layers, *of_block, CODES[shape.code])
         else:
             slot_elements = layout.slot_bytes // layout.itemsize
             sizes = (shape.kv_heads, group.block_tokens, shape.head_dim, shape.planes)

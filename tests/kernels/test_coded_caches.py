@@ -45,7 +45,8 @@ def test_a_code_is_the_nearest_one(code: KVCode) -> None:
         assert (error <= largest / 127 * 0.51).all()
     else:  # half of the last of four bits, or less than the least normal number
         assert (error <= torch.maximum(x.abs() / 16 * 1.01, largest / 448 * 2**-6)).all()
-    assert codes.dtype == torch.uint8 and scales.dtype == torch.bfloat16
+    assert codes.dtype == torch.uint8
+    assert scales.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("code", KVCode)
@@ -98,7 +99,8 @@ def test_the_scale_of_a_row_that_is_not_finite_is_nan_in_native_kernels(code: KV
             group = GroupTables(16, 0, torch.zeros(1, 1).int(), torch.tensor([0, 0]), torch.tensor([3, 4]))
             native(1, name).store_kv(keys, keys, own, group)
             assert own.scales is not None
-            assert own.scales.keys[0, 0, 0, 3].isnan() and own.scales.values[0, 0, 0, 3].isnan()
+            assert own.scales.keys[0, 0, 0, 3].isnan()
+            assert own.scales.values[0, 0, 0, 3].isnan()
             assert own.scales.keys[0, 0, 0, 4].isfinite()
 
 
@@ -140,9 +142,7 @@ def test_attention_equals_the_reference_and_a_row_has_the_same_bits_in_any_batch
                 for begin in range(0, count, max(chunk, count // 3)):
                     end = min(begin + chunk, count)
                     own = AttentionBatch((0, end - begin), (context - count + end,), (group,))
-                    part = native(3, name).attention(
-                        queries[begin:end], case.cache, own, group, 0.25, softcap, sinks
-                    )
+                    part = native(3, name).attention(queries[begin:end], case.cache, own, group, 0.25, softcap, sinks)
                     assert torch.equal(part, whole[first + begin : first + end])
 
 
@@ -172,12 +172,11 @@ def test_attention_over_codes_does_not_depend_on_where_blocks_lie(
 
 @pytest.mark.parametrize("name", SETS)
 def test_codes_change_attention_by_little(name: str, paged_case: Callable[..., Any]) -> None:
-    cases = [
-        paged_case(native(2, name), [(1, 300), (9, 100)], head_dim=64, code=code) for code in (None, *KVCode)
-    ]
+    cases = [paged_case(native(2, name), [(1, 300), (9, 100)], head_dim=64, code=code) for code in (None, *KVCode)]
     exact, *coded = [attend(native(2, name), case) for case in cases]
     errors = [float((result - exact).norm() / exact.norm()) for result in coded]
-    assert 1e-4 < errors[0] < 0.03 and 1e-4 < errors[1] < 0.1
+    assert 1e-4 < errors[0] < 0.03
+    assert 1e-4 < errors[1] < 0.1
     assert errors[0] < errors[1]
 
 

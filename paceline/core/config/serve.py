@@ -11,6 +11,7 @@ from paceline.core.config.planner import PlannerOptions
 from paceline.core.config.service import (
     DType,
     GenerationConfig,
+    KVCacheDType,
     KVPool,
     LogLevel,
     ModelImpl,
@@ -45,6 +46,7 @@ class ServeConfig(PlannerOptions):
         "are options of this model and its fleet, such as model, decode, kv-memory and, with a planner, most-decode",
     )
     dtype: DType = same_option(WorkerConfig, "dtype")
+    kv_cache_dtype: KVCacheDType = same_option(WorkerConfig, "kv_cache_dtype")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
     model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")
     trust_remote_code: bool = same_option(WorkerConfig, "trust_remote_code")

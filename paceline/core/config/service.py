@@ -32,7 +32,11 @@ GenerationConfig = Literal["auto", "none"]
 ModelImpl = Literal["auto", "native", "transformers"]
 """The code that computes a model: the files of `paceline/models`, or the model's own code in `transformers`."""
 DType = Literal["auto", "bfloat16", "float32"]
-"""Data type of weights, activations and KV blocks."""
+"""Data type of weights, activations and, by default, KV blocks."""
+KVCacheDType = Annotated[
+    Literal["auto", "int8", "fp8_e4m3"], BeforeValidator(lambda name: "fp8_e4m3" if name == "fp8" else name)
+]
+"""Data type of keys and values in the KV cache; auto is that of activations. fp8 is another name of fp8_e4m3."""
 
 
 class ServiceConfig(Options):

@@ -39,6 +39,8 @@ class TritonKernels(ReferenceKernels):
         ConfigError: `device` is not a GPU. Triton's interpreter allows a CPU instead, for tests.
     """
 
+    reads_codes = False
+
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         if device.type != ("cpu" if INTERPRETED else "cuda"):
             raise ConfigError(

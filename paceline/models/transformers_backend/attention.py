@@ -129,7 +129,8 @@ class PagedAttention:
         caches, batch, layer_groups = self._step
         layer = self._layer_of[call.module]
         cache, group = caches[layer], batch.groups[layer_groups[layer]]
-        queries, keys, values = (_rows(x, call.head_dim, cache.keys.dtype) for x in (query, key, value))
+        dtype = query.dtype if cache.scales is not None else cache.keys.dtype
+        queries, keys, values = (_rows(x, call.head_dim, dtype) for x in (query, key, value))
         sinks = None if call.sinks is None else call.sinks.float()
         self._kernels.store_kv(keys, values, cache, group)
         out = self._kernels.attention(queries, cache, batch, group, call.scale, call.softcap, sinks)

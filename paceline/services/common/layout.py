@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.kv_layout import BASE_TOKENS, SLOT_ALIGNMENT, GroupShape, KVGroup, KVLayout
+from paceline.core.kv_layout import BASE_TOKENS, KV_CACHE_PART, SLOT_ALIGNMENT, GroupShape, KVGroup, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 
 _MAX_GROUPS = 64
@@ -65,6 +65,9 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
 
 def difference(ours: KVLayout, theirs: KVLayout) -> str:
     """Describe the first difference between two layouts. Fingerprints come last: any difference changes them."""
+    our_code, their_code = (dict(each.parts).get(KV_CACHE_PART, "auto") for each in (ours, theirs))
+    if our_code != their_code and ours.parts and theirs.parts:
+        return f"its {KV_CACHE_PART} is {their_code}, the arena's is {our_code}"
     if len(ours.groups) != len(theirs.groups):
         return f"it has {len(theirs.groups)} groups of layers, the arena {len(ours.groups)}"
     for index, (our, their) in enumerate(zip(ours.groups, theirs.groups)):

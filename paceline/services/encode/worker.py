@@ -42,6 +42,7 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
         setup.packed_dir,
         config.quantization,
         config.model_impl,
+        config.kv_cache_dtype,
     )
 
 

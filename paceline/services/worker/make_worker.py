@@ -81,7 +81,7 @@ async def make_worker(setup: WorkerSetup) -> Worker:
 
 def _load(setup: WorkerSetup) -> Loaded:
     compute, config = setup.compute, setup.config
-    how = config.quantization, config.model_impl, config.trust_remote_code
+    how = config.quantization, config.model_impl, config.trust_remote_code, config.kv_cache_dtype
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
 
 
