@@ -109,11 +109,13 @@ class Loop:
         grammars: Grammars | None = None,
         assistant: Gemma4Assistant | None = None,
         probabilistic: bool = False,
+        code: str = "",
     ) -> None:
         shapes = model.group_shapes
         layers = len(model.layer_groups)
         if draft_model is not None:
             shapes += tuple(shape.of_drafter(layers) for shape in draft_model.group_shapes)
+        shapes = tuple(shape.coded(code) for shape in shapes)
         drafts = 0 if drafter == "none" else DRAFTS
         self.layout = make_layout(shapes, 4, "test", drafts)
         count = 8 * self.layout.slots_for(MAX_TOKENS)
@@ -260,11 +262,14 @@ class _Given:
             self._next += 1
 
 
-def expected(model: Model, asked: Sequence[Asked]) -> list[list[Token]]:
-    """Return the output tokens of each request when it runs alone, one step at a time, without drafts."""
+def expected(model: Model, asked: Sequence[Asked], code: str = "") -> list[list[Token]]:
+    """Return the output tokens of each request when it runs alone, one step at a time, without drafts.
+
+    code: the code of keys and values, if they have one.
+    """
     outputs = []
     for one in asked:
-        loop = Loop(model, 1, "none")
+        loop = Loop(model, 1, "none", code=code)
         outputs += loop.run([one])
         loop.engine.stop()
     return outputs

@@ -1,0 +1,104 @@
+"""Engines whose keys and values have 8 bits: tokens do not depend on how the loop runs, and differ from 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.errors import ConfigError
+from paceline.core.kv_layout import KV_CACHE_PART
+from paceline.engine.loading import load as load_whole
+from paceline.engine.runner import layer_caches
+from paceline.kernels import select_kernels
+from paceline.kernels.caches import LayerCache, LayerState
+from paceline.kernels.codes import CODES
+from paceline.services.common.layout import difference, layout_from_pb, layout_to_pb
+from tests.engine.loops import Loop, assert_same, expected, load
+from tests.engine.test_decode_loop import requests
+from tests.tiny_checkpoints import write_tiny
+
+CPU = torch.device("cpu")
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {"head_dim": 16},
+    "gemma3": {"head_dim": 32},
+    "granite_hybrid": {"num_attention_heads": 3, "num_key_value_heads": 3},
+}
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("family", MODELS)
+def test_tokens_do_not_depend_on_how_the_loop_runs_or_where_blocks_lie(family: str, code: str, tmp_path: Path) -> None:
+    write_tiny(tmp_path, family, **MODELS[family])
+    model = load(tmp_path)
+    asked = requests(model.config.vocab_size)
+    wanted = expected(model, asked, code)
+    # Blocks are swapped out and in again with a pool that holds one context or two and a half.
+    for drafter, contexts in (("early", None), ("none", 1), ("lookup", 2.5)):
+        loop = Loop(model, 2, drafter, contexts_on_device=contexts, code=code)
+        assert_same(loop.run(asked), wanted)
+        loop.engine.stop()
+        assert (loop.engine.stats.stored_blocks > 0) == (contexts is not None)
+    with pytest.raises(AssertionError):  # 8 bits change a probability
+        assert_same(expected(model, asked), wanted)
+
+
+def test_the_reference_and_native_kernels_give_nearly_the_same_logits(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama", head_dim=16)
+    found = []
+    for name in ("native", "reference"):
+        loaded = load_whole(tmp_path, torch.float32, CPU, select_kernels(CPU, name), None, kv_cache_dtype="int8")
+        loop = Loop(loaded.model, 1, "none", code="int8")
+        found.append(loop.run(requests(loaded.model.config.vocab_size)[:2]))
+        loop.engine.stop()
+    assert_same(*found)
+
+
+def test_the_type_of_keys_and_values_changes_the_fingerprint_and_unequal_ones_are_named(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "llama", head_dim=32)
+    kernels, bf16 = select_kernels(CPU, "native"), torch.bfloat16
+    layouts = {
+        dtype: load_whole(tmp_path, bf16, CPU, kernels, None, kv_cache_dtype=dtype).layout for dtype in ("auto", *CODES)
+    }
+    assert len({layout.fingerprint for layout in layouts.values()}) == 3
+    assert KV_CACHE_PART not in dict(layouts["auto"].parts)
+    told = {dtype: layout_from_pb(layout_to_pb(layout)) for dtype, layout in layouts.items()}
+    assert difference(told["int8"], told["auto"]) == "its --kv-cache-dtype is auto, the arena's is int8"
+    assert difference(told["auto"], told["fp8_e4m3"]) == "its --kv-cache-dtype is fp8_e4m3, the arena's is auto"
+
+
+def test_only_keys_and_values_are_coded(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "granite_hybrid", **MODELS["granite_hybrid"])
+    model = load(tmp_path)
+    loop = Loop(model, 1, "none", code="int8")
+    loop.engine.stop()
+    caches = layer_caches(loop.layout, loop.slots.view(-1))
+    states = [cache for cache in caches if isinstance(cache, LayerState)]
+    coded = [cache for cache in caches if isinstance(cache, LayerCache)]
+    assert states
+    assert coded
+    assert all(part.dtype == torch.float32 for cache in states for part in cache.parts)
+    assert all(cache.scales is not None for cache in coded)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("deepseek_v2", {}, "--kv-cache-dtype int8 is not available for latent vectors"),
+        ("llama", {"head_dim": 20}, "needs heads of a multiple of 16 numbers, and this model's have 20"),
+    ],
+)
+def test_models_whose_keys_have_no_tiles_are_refused(
+    family: str, changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    write_tiny(tmp_path, family, **changes)
+    with pytest.raises(ConfigError, match=said):
+        load_whole(tmp_path, torch.float32, CPU, select_kernels(CPU, "native"), None, kv_cache_dtype="int8")
+
+
+def test_kernels_without_codes_refuse_them_before_the_model_is_read(tmp_path: Path) -> None:
+    kernels = select_kernels(CPU, "reference")
+    kernels.reads_codes = False
+    with pytest.raises(ConfigError, match="int8 needs --kernels native or reference, not reference"):
+        load_whole(tmp_path / "missing", torch.float32, CPU, kernels, None, kv_cache_dtype="int8")
