@@ -17,16 +17,19 @@ import torch
 from torch import Tensor
 
 from paceline.core.context import Context
-from paceline.core.kv_layout import KVLayout
+from paceline.core.kv_layout import KVGroup, KVLayout
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import Engine, Runner
 from paceline.engine.limits import Limits
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
+from paceline.engine.runner import layer_caches
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event, Sampled
-from paceline.kernels.caches import view_states
+from paceline.kernels.batch import GroupTables
+from paceline.kernels.caches import LayerCache, view_states
+from paceline.kernels.reference import ReferenceKernels
 
 MAX_LEN = 1024
 GREEDY = SamplingParams()
@@ -131,7 +134,20 @@ def _pool(layout: KVLayout, slots: int, device: torch.device, random: bool) -> T
     if not random:
         return torch.zeros(slots * layout.slot_bytes // layout.itemsize, dtype=dtype, device=device)
     piece = torch.randn(layout.slot_bytes // layout.itemsize, device=device).to(dtype)
+    for group in layout.groups:
+        if group.shape.code:
+            _fill_codes(layout, group, piece)
     return piece.repeat(slots)
+
+
+def _fill_codes(layout: KVLayout, group: KVGroup, block: Tensor) -> None:
+    """Store random keys and values of 8 bits in a block of a group. Random bytes would have scales of any size."""
+    tokens, shape = torch.arange(group.block_tokens), group.shape
+    tables = GroupTables(len(tokens), 0, torch.zeros(1, 1).int(), torch.zeros_like(tokens), tokens)
+    for cache in layer_caches(replace(layout, groups=(group,)), block):
+        if isinstance(cache, LayerCache):
+            keys, values = torch.randn(2, len(tokens), shape.kv_heads, shape.head_dim)
+            ReferenceKernels().store_kv(keys, values, cache, tables)
 
 
 def _end_states_at(layout: KVLayout, pool: Tensor, tokens: int) -> None:

@@ -60,6 +60,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.hostile_bodies": "--bodies 2 --seconds 0.5 --no-goal --only /tokenize --only /v1/completions/derender",
     "bench.hosts": "{model} --prompt-tokens 100 --requests 2",
     "bench.kernels": "--rounds 1 --only rms_norm",
+    "bench.kv_cache": "{model} --context 64 --batch 1 --tokens 2 --rounds 1 --text README.md --text-tokens 600",
     "bench.limits": "{model} --seconds 2",
     "bench.load": "--url {url} --workload one",
     "bench.media_hostile": "--count 20 --warm-up 5 --quiet-seconds 1",

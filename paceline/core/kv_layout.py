@@ -293,11 +293,11 @@ def make_layout(
 
 
 def _fingerprint(identity: str, itemsize: int, slot_bytes: int, groups: tuple[KVGroup, ...]) -> str:
-    known: tuple[object, ...] = (KV_FORMAT, identity, itemsize, slot_bytes, groups)
-    codes = tuple(group.shape.code for group in groups)
+    text = repr((KV_FORMAT, identity, itemsize, slot_bytes, groups))
+    codes = [group.shape.code for group in groups]
     if any(codes):
-        known += (codes,)
-    return hashlib.sha256(repr(known).encode()).hexdigest()
+        text += repr(codes)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def slots_tail_first(groups: Sequence[KVGroup], tables: Sequence[Sequence[int]]) -> list[int]:

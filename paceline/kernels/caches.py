@@ -32,6 +32,10 @@ class LayerCache:
         """The tensor whose address and shape identify this cache."""
         return self.keys
 
+    @property
+    def code(self) -> KVCode | None:
+        return None if self.scales is None else self.scales.code
+
 
 @dataclass(frozen=True, slots=True)
 class CacheScales:
@@ -64,6 +68,10 @@ class LayerState:
     @property
     def first(self) -> Tensor:
         return self.parts[0]
+
+    @property
+    def code(self) -> KVCode | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,8 @@ class ForwardInputs:
     @property
     def recording_key(self) -> tuple[object, ...]:
         """Everything that a recording of the pass depends on, apart from the number of tokens."""
-        ends = [cache.first for cache in (self.caches[0], self.caches[-1])]
-        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
+        ends = [(cache.first, cache.code) for cache in (self.caches[0], self.caches[-1])]
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), code) for tensor, code in ends]
         forms = [(tensor.shape[1:], tensor.dtype) for tensor in self.further]
         return (self.layers, self.begin, self.depths, *forms, *places)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.kv_groups import state_groups
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout, make_layout
 
@@ -150,6 +150,36 @@ def test_encodings_fill_slots_of_their_own(shapes: tuple[GroupShape, ...], items
     plain = make_layout(shapes, itemsize, "m")
     assert (layout.groups, layout.slot_bytes) == (plain.groups, plain.slot_bytes) or plain.slot_bytes < link
     assert layout.fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize(("layers", "kv_heads", "head_dim"), [(30, 3, 64), (16, 8, 64), (24, 32, 64), (32, 8, 128)])
+def test_almost_twice_as_many_coded_blocks_fit(layers: int, kv_heads: int, head_dim: int) -> None:
+    whole = GroupShape("full", tuple(range(layers)), kv_heads, head_dim)
+    coded = whole.coded("int8")
+    assert coded.row_bytes(2) == head_dim + 2
+    assert make_layout((whole,), 2, "m").token_bytes >= 1.9 * make_layout((coded,), 2, "m").token_bytes
+
+
+def test_codes_change_the_fingerprint() -> None:
+    groups = [tuple(each.coded(code) for each in (shape(4), shape(2, window=20))) for code in ("", "int8", "fp8_e4m3")]
+    assert len({make_layout(each, 2, "m").fingerprint for each in groups}) == 3
+
+
+def test_states_have_no_code() -> None:
+    (state,) = state_groups("state", [0], ((3, 4),), ())
+    assert state.coded("int8") == state
+
+
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (GroupShape("latent", (0,), 1, 576, planes=1), "is not available for latent vectors"),
+        (GroupShape("full", (0,), 1, 72), "needs heads of a multiple of 16 numbers, and this model's have 72"),
+    ],
+)
+def test_groups_that_tiles_cannot_hold_are_refused(group: GroupShape, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        group.coded("int8")
 
 
 def test_the_fingerprint_of_a_model_without_encoders_stays() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache, view_coded_pool
 from paceline.kernels.codes import KVCode, decode, encode
+from paceline.kernels.interface import ForwardInputs
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.reference import ReferenceKernels
@@ -69,7 +70,7 @@ def stored(kernels: Any, code: KVCode, dtype: torch.dtype) -> tuple[Tensor, Laye
     cache = view_coded_pool(pool, slot_bytes, 1, kv_heads, tokens, dim, code)[0]
     generator = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(50, kv_heads, dim, generator=generator).mul(5).to(dtype) for _ in range(2))
-    keys[3], keys[4] = 0.0, 1e-37
+    keys[3], keys[4], keys[7, :, 3] = 0.0, 1e-37, 1e-4
     values[5], values[6] = keys[5] * 1e-4, keys[5] * 1e20
     slots, offsets = torch.tensor([2] * 32 + [0] * 18), torch.cat((torch.randperm(32), torch.arange(7, 25)))
     kernels.store_kv(keys, values, cache, GroupTables(tokens, 0, torch.zeros(1, 1).int(), slots, offsets))
@@ -192,6 +193,16 @@ def test_a_slot_outside_the_pool_is_refused(name: str, paged_case: Callable[...,
     group = GroupTables(16, 0, tables, torch.tensor([0, 64, 1]), torch.arange(3))
     with pytest.raises(IndexError, match="slot outside the pool"):
         native(1, name).store_kv(keys, keys, case.cache, group)
+
+
+def test_a_recording_is_of_one_code() -> None:
+    pool = torch.zeros(2 * 16 * 66, dtype=torch.uint8)
+    ids, batch = torch.zeros(1, dtype=torch.int64), AttentionBatch((0, 1), (1,), ())
+    keys = set()
+    for code in KVCode:
+        caches = view_coded_pool(pool, len(pool), 1, 1, 16, 64, code)
+        keys.add(ForwardInputs(ids, ids, caches, batch).recording_key)
+    assert len(keys) == len(KVCode)
 
 
 def test_native_kernels_refuse_views_that_are_no_tiles(paged_case: Callable[..., Any]) -> None:
