@@ -5,8 +5,8 @@
 Errors are those of the logits of all tokens of a text, beside the logits with the type of --dtype: the root of their
 mean square, divided by that of the logits; the divergence of the probabilities (KL, in nats a token); the share of
 tokens whose most likely next token is another one; and the perplexity of the text. Decoding is that of the engine alone
-with filled blocks, as in bench.scaling; all types take turns, and the figure is the best round. Bytes of a token are
-those of its blocks, which are also the bytes of a handoff.
+with filled blocks, as in bench.scaling; all types take turns, and figures are the best of all rounds. Processor time is
+of all threads together. Bytes of a token are those of its blocks, which are also the bytes of a handoff.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor  # noqa: E402
 
 from bench.forward import arena_memory, make_batch  # noqa: E402
 from bench.load import new_file, table  # noqa: E402
-from bench.loop import machine  # noqa: E402
+from bench.loop import Run, machine  # noqa: E402
 from bench.scaling import measure  # noqa: E402
 from paceline.core.kv_layout import KVLayout, make_layout  # noqa: E402
 from paceline.engine.loading import Loaded, load  # noqa: E402
@@ -110,27 +110,31 @@ def read_tokens(loaded: Loaded, folder: Path, texts: Sequence[Path], most: int) 
     return torch.tensor(ids[: min(most, loaded.max_position)])
 
 
-def speeds(
+def decode(
     loaded: Loaded, made: dict[str, KVLayout], context: int, batch: int, tokens: int, rounds: int
-) -> dict[str, list[float]]:
-    """Return the tokens per second of each type in each round."""
-    found: dict[str, list[float]] = {name: [] for name in made}
+) -> dict[str, list[Run]]:
+    """Return the runs of each type, one for each round."""
+    found: dict[str, list[Run]] = {name: [] for name in made}
     for number in range(rounds):
         for name, layout in made.items():
             run = measure(replace(loaded, layout=layout), context, batch, tokens)
-            found[name].append(run.tokens_per_second)
-            print(f"round {number + 1}: {name}: {found[name][-1]:.1f} tokens/s", file=sys.stderr)
+            found[name].append(run)
+            print(f"round {number + 1}: {name}: {run.tokens_per_second:.1f} tokens/s", file=sys.stderr)
     return found
 
 
-def show(made: dict[str, KVLayout], found: dict[str, list[float]], errors: dict[str, Error]) -> str:
+def show(made: dict[str, KVLayout], found: dict[str, list[Run]], errors: dict[str, Error]) -> str:
     """Return a table with a line for each type."""
+    fastest, cheapest = (
+        {name: max((run.tokens_per_second for run in runs), default=math.nan) for name, runs in found.items()},
+        {name: min((run.cpu_ms for run in runs), default=math.nan) for name, runs in found.items()},
+    )
     lines = []
     for name, layout in made.items():
         fit = made[AUTO].token_bytes / layout.token_bytes
         line = [name, f"{layout.token_bytes:.0f}", f"{fit:.2f}", f"{1 / fit:.3f}"]
-        speed = max(found[name], default=math.nan)
-        line += [f"{speed:.1f}", f"{speed / max(found[AUTO], default=math.nan):.2f}"]
+        line += [f"{fastest[name]:.1f}", f"{fastest[name] / fastest[AUTO]:.2f}"]
+        line += [f"{cheapest[name]:.2f}", f"{cheapest[AUTO] / cheapest[name]:.2f}"]
         if name in errors:
             error = errors[name]
             line += [
@@ -139,8 +143,9 @@ def show(made: dict[str, KVLayout], found: dict[str, list[float]], errors: dict[
                 f"{error.changed:.2%}",
                 f"{error.perplexity:.3f}",
             ]
-        lines.append([*line, *["-"] * (10 - len(line))])
-    header = ["type", "bytes a token", "blocks", "handoff", "tokens/s", "speed"]
+        lines.append([*line, *["-"] * (12 - len(line))])
+    header = ["type", "bytes a token", "blocks", "handoff", "tokens/s", "ratio"]
+    header += ["processor ms a token", "ratio"]
     return table([*header, "error of logits", "KL", "other token", "perplexity"], lines)
 
 
@@ -165,11 +170,18 @@ def main() -> None:
     if args.text:
         tokens = read_tokens(loaded, args.model, args.text, args.text_tokens)
         errors = {name: error_of(loaded, made[AUTO], layout, tokens) for name, layout in made.items()}
-    found = speeds(loaded, made, args.context, args.batch, args.tokens, args.rounds)
+    found = decode(loaded, made, args.context, args.batch, args.tokens, args.rounds)
     print(show(made, found, errors))
     if args.out:
-        each = {name: {"tokens_per_second": found[name], "token_bytes": made[name].token_bytes} for name in made}
-        each = {name: {**values, **(asdict(errors[name]) if name in errors else {})} for name, values in each.items()}
+        each = {
+            name: {
+                "token_bytes": layout.token_bytes,
+                "tokens_per_second": [run.tokens_per_second for run in found[name]],
+                "cpu_ms_a_token": [run.cpu_ms for run in found[name]],
+                **(asdict(errors[name]) if name in errors else {}),
+            }
+            for name, layout in made.items()
+        }
         args.out.write_text(json.dumps({"machine": machine(CPU), "figures": each}, indent=2) + "\n")
 
 
