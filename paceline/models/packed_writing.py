@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +45,10 @@ _KEPT_BYTES = 64 << 20
 """Largest size of a buffer that is kept for the next matrix, in bytes."""
 _PIECE = 8 << 20
 """Number of bytes that are written at a time: some large pages."""
+_TOLD_SECONDS = 5.0
+"""Seconds between two messages about the progress."""
+
+log = logging.getLogger(__name__)
 
 
 def write_packed(
@@ -95,6 +101,8 @@ class Writing:
         self._most_unwritten = threads * (1 + _WAITING_PER_THREAD)
         self._unwritten: deque[tuple[Future[None], int]] = deque()
         self._unwritten_bytes = 0
+        self._written_weights = 0
+        self._told = time.monotonic()
         self._files = [_PackedFile(folder / str(number)) for number in range(threads)]
         self._free: SimpleQueue[_PackedFile] = SimpleQueue()
         for file in self._files:
@@ -124,6 +132,10 @@ class Writing:
         written, size = self._unwritten.popleft()
         written.result()
         self._unwritten_bytes -= size
+        self._written_weights += size // torch.bfloat16.itemsize
+        if (now := time.monotonic()) - self._told >= _TOLD_SECONDS:
+            self._told = now
+            log.info("packing the model's weights: %.2f billion so far", self._written_weights / 1e9)
 
     def _write(self, name: str, weight: Matrix) -> None:
         file = self._free.get()

@@ -56,6 +56,19 @@ def test_pieces_of_a_file_are_aligned(sizes: list[int], piece: int, most: int) -
     assert most < piece or all(start % piece == 0 for start in raw.starts)
 
 
+def test_the_progress_is_told(
+    tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = save_llama()
+    monkeypatch.setattr(packed_writing, "_TOLD_SECONDS", 0.0)
+    with caplog.at_level("INFO", packed_writing.__name__):
+        load_model(tmp_path, torch.bfloat16, Counting(), CPU, tmp_path / "packed")
+    told = [record.args[0] for record in caplog.records if "packing the model's weights" in record.message]
+    matrices = [weight for weight in reference.parameters() if weight.dim() > 1]
+    assert len(told) == len(matrices)
+    assert told[-1] == sum(weight.numel() for weight in matrices) / 1e9
+
+
 @pytest.mark.slow
 def test_processes_that_start_together_pack_once(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
