@@ -18,6 +18,7 @@ tests=(
     tests/models/test_model_tokens.py
     tests/models/test_model_invariance.py
     tests/kernels/test_batch_invariance.py
+    tests/kernels/test_coded_caches.py
     tests/kernels/test_quantized.py
     tests/kernels/test_fused.py
     tests/kernels/test_turns.py

@@ -103,9 +103,9 @@ PACELINE_INLINE V fma(const V& a, const V& b, const V& c) {
 // c + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] for the bf16 pairs of each lane of a register. On NEON, b is one pair for all
 // lanes.
 #ifdef PACELINE_NEON
-using Pairs = Vector<uint32_t, 4>;
+using PairsOfBf16 = Vector<uint32_t, 4>;
 using Sums = Vector<float, 4>;
-PACELINE_INLINE Sums dot_pairs(Pairs a, uint32_t b, Sums c) {
+PACELINE_INLINE Sums dot_pairs(PairsOfBf16 a, uint32_t b, Sums c) {
     const bfloat16x4_t pair = bits<bfloat16x4_t>(uint64_t{b});
     return bits<Sums>(vbfdotq_lane_f32(bits<float32x4_t>(c), bits<bfloat16x8_t>(a), pair, 0));
 }
