@@ -131,7 +131,5 @@ def test_the_identity_covers_the_files(tmp_path: Path, save_llama: Any, name: st
 def test_torchao_is_refused_before_weights_are_read(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     add_to_config(tmp_path, {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}})
-    with pytest.raises(
-        ModelError, match=r"quantized by torchao; supported are .* bf16, which --quantization rounds"
-    ):
+    with pytest.raises(ModelError, match=r"quantized by torchao; supported are .* bf16, which --quantization rounds"):
         read_facts(tmp_path, "native")
