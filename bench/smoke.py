@@ -50,6 +50,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.encode": "--tokens 14 --rounds 1 --layers 1",
     "bench.equality": "{model} --requests 4 --concurrency 2 --way 'synchronous, ngram'",
     "bench.flips": "--actions 1 --requests 2",
+    "bench.formats": "{model} --format int4 --starts 1",
     "bench.forward": "{model} --rounds 1",
     "bench.gateway": "{model} --streams 2 --tokens 8 --rounds 1 --parsers",
     "bench.gateway_streams": "{model} --streams 4 --tokens 12 --workers 2 --consoles 1 --seconds 1 --rounds 1",

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.client import GatewayClient
+from paceline.core.progress import size_text
 
 _PATH = "/fleet?leases=1"
 _COLUMNS = (
@@ -26,6 +27,7 @@ _COLUMNS = (
     ("LENGTH", 7),
     ("ENC/S", 6),
     ("ENCODE", 7),
+    ("WEIGHTS", 10),
     ("NUMERICS", 20),
 )
 
@@ -60,7 +62,7 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
         for worker in workers:
             stats = worker["stats"]
             gained = {name: value - earlier.get(_name(worker), {}).get(name, 0) for name, value in stats.items()}
-            lines.append(_row([*_state(worker), *_work(gained, seconds), worker["numerics"] or "-"]))
+            lines.append(_row([*_state(worker), *_work(gained, seconds), _weights(stats), worker["numerics"] or "-"]))
     lines.append("")
     for host in now["hosts"]:
         lines.append(_ledger(host))
@@ -103,6 +105,12 @@ def _encodings(gained: Mapping[str, float], seconds: float) -> list[str]:
     if "encodings_computed" not in gained:
         return ["-", "-"]  # the model has no encoders
     return [f"{gained['encodings_computed'] / seconds:.1f}", f"{100 * gained.get('encode_seconds', 0) / seconds:.1f}%"]
+
+
+def _weights(stats: Mapping[str, float]) -> str:
+    """Return the size of a worker's weights in memory. Its numerics name the format."""
+    size = sum(value for name, value in stats.items() if name.startswith("weight_bytes_"))
+    return size_text(int(size)) if size else "-"
 
 
 def _ledger(host: Mapping[str, Any]) -> str:

@@ -41,6 +41,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
         "-",
         "-",
         "-",
+        "-",
     ]
     assert len(title.split()) == len(worker.split())
     assert rest == [
@@ -53,7 +54,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 def test_a_worker_that_has_just_come_and_drafts_nothing_is_shown() -> None:
     now = fleet(sampled_tokens=10, steps=10)
     worker = render({**now, "workers": []}, now, 1.0)[1]
-    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-", "-", "-"]
+    assert worker.split()[5:] == ["10.0", "10.0", "0.0%", "0.0%", "0.0%", "0.0%", "-", "-", "-", "-", "-", "-"]
 
 
 def test_workers_of_several_models_stand_below_their_names() -> None:
@@ -68,7 +69,7 @@ def test_workers_of_several_models_stand_below_their_names() -> None:
 
 def test_the_work_of_encoders_is_shown() -> None:
     before, now = fleet(encodings_computed=2, encode_seconds=1.0), fleet(encodings_computed=12, encode_seconds=2.0)
-    assert render(before, now, 4.0)[1].split()[-3:] == ["2.5", "25.0%", "-"]
+    assert render(before, now, 4.0)[1].split()[-4:] == ["2.5", "25.0%", "-", "-"]
 
 
 def test_the_numerics_of_a_worker_are_shown() -> None:
@@ -89,3 +90,9 @@ def test_the_oldest_lease_and_an_imbalance_are_seen() -> None:
 def test_without_a_gateway_there_is_one_clear_sentence() -> None:
     with pytest.raises(UnavailableError, match=r"no gateway at http://127\.0\.0\.1:9 .*--url"):
         top(GatewayClient("http://127.0.0.1:9"), 0.1, 1)
+
+
+def test_the_size_of_weights_is_a_column() -> None:
+    now = fleet(weight_bytes_int4=3e9, weight_bytes_bfloat16=5e8)
+    title, worker, *_ = render(now, now, 1.0)
+    assert worker[title.index("WEIGHTS") :].split()[:2] == ["3.5", "GB"]

@@ -109,6 +109,7 @@ def _gateway(arguments: dict[str, Any]) -> GatewayClient:
 
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
+    from paceline.cli.footprint import report_prepared
     from paceline.models.assets import link_folder, resolve_model
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
@@ -118,6 +119,8 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     if link is not None:
         link_folder(folder, link)
+    if not is_relayed:  # else `serve` does this for its whole stack
+        report_prepared(folder, config, report)
     print(folder)
 
 

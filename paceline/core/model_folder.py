@@ -14,6 +14,8 @@ from paceline.core.errors import ModelError
 _FILES = ("config.json", "tokenizer.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 """Files that say how images, videos and audio are prepared."""
+QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files that describe quantized weights if config.json does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path} must hold a JSON object")

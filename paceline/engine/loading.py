@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from paceline.core.config import KVCacheDType, ModelImpl, Quantization
+from paceline.core.config import ChosenQuantization, KVCacheDType, ModelImpl
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KV_CACHE_PART, GroupShape, KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
@@ -25,12 +25,20 @@ from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
-from paceline.models.config import encoding_size, has_native_encoders, is_assistant, read_assistant, read_config
+from paceline.models.config import (
+    encoding_size,
+    has_native_encoders,
+    is_assistant,
+    read_assistant,
+    read_config,
+    weight_form,
+)
 from paceline.models.draft import check_speculative, check_vocabularies
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import ModelIdentity, implementation_name, model_identity
 from paceline.models.loader import load_assistant, load_encoders, load_model
+from paceline.models.weight_sizes import weight_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,8 @@ class Loaded:
     """The kernels' chooser of tokens, if they have one."""
     assistant: Gemma4Assistant | None = None
     """A draft model that reads the model's own KV, and changes nothing in the layout."""
+    weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the model's weights in memory by their format, from `weight_sizes`."""
     load_encoders: Callable[[], Encoders] | None = None
     """A function that loads the model's encoders; None if the model has no encoders."""
 
@@ -98,7 +108,7 @@ def load(
     kernels: Kernels,
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
-    quantization: Quantization = "auto",
+    quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
     kv_cache_dtype: KVCacheDType = "auto",
@@ -146,6 +156,7 @@ def load(
         identities.model.weights,
         kernels.chooser,
         assistant,
+        weight_sizes(folder, weight_form(folder, quantization), str(dtype).removeprefix("torch.")),
         encoders if row_size else None,
     )
 
@@ -169,7 +180,7 @@ def load_encoders_alone(
     kernels: Kernels,
     speculative: SpeculativeConfig | None,
     packed_dir: Path | None = None,
-    quantization: Quantization = "auto",
+    quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     kv_cache_dtype: KVCacheDType = "auto",
 ) -> LoadedEncoders:
@@ -221,7 +232,7 @@ class _Identities:
         folder: Path,
         dtype: torch.dtype,
         speculative: SpeculativeConfig | None,
-        quantization: Quantization,
+        quantization: ChosenQuantization,
         model_impl: ModelImpl,
     ) -> _Identities:
         model = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))

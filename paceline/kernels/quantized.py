@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 
 BLOCK = 32
 """Number of values of one block, along the dimension `in`."""
-_ROWS = 4096
+_AT_A_TIME = 1 << 18
+"""Number of weights that are rounded at a time. Intermediate values are fp32, and fit in a core's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +61,33 @@ class QuantizedMatrix:
 
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:
     """Round a matrix [out, in] to signed bytes, with one fp16 scale for each 32 values along `in` (GGUF's Q8_0)."""
-    # In parts, because the intermediate values are fp32.
-    values, scales = zip(*(_quantize_rows(rows) for rows in torch.split(weight, _ROWS)))
-    return QuantizedMatrix(torch.cat(values), torch.cat(scales), None, 8, weight.dtype)
+    return quantize_rows(weight, 8, torch.float16, _int8_rows)
 
 
-def _quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    weight: Tensor, bits: int, scale_dtype: torch.dtype, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> QuantizedMatrix:
+    """Round a matrix [out, in] without offsets, some rows at a time.
+
+    Args:
+        rounded: returns the values and the scales of some rows, in the shapes of `QuantizedMatrix`.
+    """
+    size_out, size_in = weight.shape
+    values = torch.empty(size_out, size_in, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(size_out, -(-size_in // BLOCK), dtype=scale_dtype, device=weight.device)
+    for rows in parts_of(weight):
+        values[rows], scales[rows] = rounded(weight[rows])
+    return QuantizedMatrix(values, scales, None, bits, weight.dtype)
+
+
+def parts_of(weight: Tensor) -> Iterator[slice]:
+    """Yield the rows of a matrix [out, in] that are rounded at a time."""
+    size_out, size_in = weight.shape
+    count = max(1, _AT_A_TIME // size_in)
+    yield from (slice(first, first + count) for first in range(0, size_out, count))
+
+
+def _int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     size_out, size_in = weight.shape
     blocks = F.pad(weight.float(), (0, -size_in % BLOCK)).view(size_out, -1, BLOCK)
     # Clamped to the range of fp16. A block whose values are too small for an fp16 scale becomes zero.

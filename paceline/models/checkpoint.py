@@ -19,7 +19,7 @@ from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models.base import FusedExperts
 from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
 from paceline.models.packed import Pack
-from paceline.models.read_ahead import Lookahead, safetensors_places, will_read
+from paceline.models.read_ahead import Lookahead, MappedFiles, safetensors_places, will_read
 
 _NAMED_AT_MOST = 5
 _ROWS_COMPARED = 1024
@@ -65,8 +65,11 @@ class Checkpoint:
                 self._file_of.update(dict.fromkeys(handle.keys(), (file, handle)))
             except (SafetensorError, OSError) as error:
                 raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-        read = sorted({file for file, _ in self._file_of.values()}) if pack.needs_content else ()
-        self._lookahead = Lookahead(safetensors_places(read))
+        files = {file for file, _ in self._file_of.values()}
+        self._lookahead = Lookahead(safetensors_places(sorted(files) if pack.needs_content else ()))
+        self._mapped = MappedFiles(files)
+        self._packing: list[Tensor] = []
+        """Tensors that were read since the last matrix was packed."""
         self._missing: list[str] = []
         self._misshaped: list[str] = []
 
@@ -88,6 +91,7 @@ class Checkpoint:
             tensor: Tensor = handle.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file} is damaged: {error}") from error
+        self._packing.append(tensor)
         if tensor.dtype not in dtypes:
             raise ModelError(
                 f"{file}: {name} has dtype {tensor.dtype}; config.json names no format of quantized weights with it"
@@ -188,7 +192,21 @@ class Checkpoint:
 
     def take_packed(self, name: str, *shape: int, order: Sequence[int] | None = None) -> PackedWeight:
         weight = self._take_matrix(name, *shape)
-        return self.pack(name, weight if order is None else weight[list(order)])
+        return self._packed([(name, weight if order is None else weight[list(order)])])[0]
+
+    def _packed(self, matrices: Iterable[tuple[str, Tensor | QuantizedMatrix]]) -> list[PackedWeight]:
+        """Pack matrices by their names, and leave their part of the files to the system.
+
+        So a process that loads a model never has the whole checkpoint in memory beside the packed weights.
+        """
+        packed = [self.pack(name, matrix) for name, matrix in matrices]
+        self._leave_pages()
+        self._packing.clear()
+        return packed
+
+    def _leave_pages(self) -> None:
+        for tensor in self._packing:
+            self._mapped.has_read(tensor)
 
     def take_packed_parts(
         self, name: str, sizes_out: Sequence[int], size_in: int, order: Sequence[int] | None = None
@@ -197,20 +215,21 @@ class Checkpoint:
         weight = weight if order is None else weight[list(order)]
         ends = itertools.accumulate(sizes_out)
         parts = [weight[end - size : end] for size, end in zip(sizes_out, ends)]
-        return [self.pack(f"{name}[{index}]", part) for index, part in enumerate(parts)]
+        return self._packed((f"{name}[{index}]", part) for index, part in enumerate(parts))
 
     def take_packed_derived(
         self, name: str, shape: tuple[int, ...], derive: Sequence[Callable[[Tensor], Tensor]]
     ) -> list[PackedWeight]:
         weight = self._take_matrix(name, *shape)
         whole = weight if isinstance(weight, Tensor) else weight.dequantize()
-        return [self.pack(f"{name}[{index}]", each(whole)) for index, each in enumerate(derive)]
+        return self._packed((f"{name}[{index}]", each(whole)) for index, each in enumerate(derive))
 
     def take_packed_experts(self, name: str, shape: FusedExperts) -> list[list[PackedWeight]]:
-        packed = [
-            [self.pack(f"{name}[{expert}][{index}]", part) for index, part in enumerate(parts)]
-            for expert, parts in enumerate(self.expert_parts(name, shape))
-        ]
+        packed = []
+        for expert, parts in enumerate(self.expert_parts(name, shape)):
+            packed.append([self.pack(f"{name}[{expert}][{index}]", part) for index, part in enumerate(parts)])
+            self._leave_pages()  # experts of a layer may take gigabytes
+        self._packing.clear()
         return [list(part) for part in zip(*packed)]
 
     def expert_parts(self, name: str, shape: FusedExperts) -> Iterator[Sequence[Tensor | QuantizedMatrix]]:
@@ -250,6 +269,7 @@ class Checkpoint:
         if known := [name for name in left if name not in surplus]:
             log.info("%d tensors of the checkpoint are not used by this model: %s", len(known), _enumerate(known))
         self._file_of.clear()
+        self._packing.clear()
         refuse_misfits(self._missing, self._misshaped, surplus)
 
 

@@ -61,24 +61,34 @@ def count_weights(folder: Path, stored: WeightFormat | None) -> int:
     Raises:
         ModelError: a file or the index is missing or damaged.
     """
+    tensors = stored_tensors(folder)
+    if stored is None:
+        in_files = sum(math.prod(shape) for _, _, shape in tensors)
+    else:
+        in_files = sum(stored.weights_in(name, dtype, shape) * math.prod(shape) for name, dtype, shape in tensors)
     mapped = read_reference(folder).matrices.values() if has_reference(folder) else ()
-    in_files = sum(_count_in_file(file, stored) for file in weight_files(folder))
     return in_files + sum(math.prod(matrix.shape) for matrix in mapped)
 
 
-def _count_in_file(file: Path, stored: WeightFormat | None) -> int:
+def stored_tensors(folder: Path) -> list[tuple[str, str, list[int]]]:
+    """Return the name, the dtype and the shape of each tensor in the safetensors files of a folder.
+
+    Raises:
+        ModelError: a file or the index is missing or damaged.
+    """
+    return [tensor for file in weight_files(folder) for tensor in _tensors_of_file(file)]
+
+
+def _tensors_of_file(file: Path) -> list[tuple[str, str, list[int]]]:
     try:
         with file.open("rb") as source:
             length = int.from_bytes(source.read(_LENGTH_BYTES), "little")
             if length > file.stat().st_size:
                 raise ValueError("its header is longer than the file")
             header = json.loads(source.read(length))
-        tensors = [(name, each["dtype"], each["shape"]) for name, each in header.items() if name != "__metadata__"]
+        return [(name, each["dtype"], each["shape"]) for name, each in header.items() if name != "__metadata__"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{file} is damaged or not a safetensors file: {error}") from error
-    if stored is None:
-        return sum(math.prod(shape) for _, _, shape in tensors)
-    return sum(stored.weights_in(name, dtype) * math.prod(shape) for name, dtype, shape in tensors)
 
 
 def indexed_files(folder: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
-from paceline.core.model_folder import PROCESSOR_FILES
+from paceline.core.model_folder import PROCESSOR_FILES, QUANTIZATION_FILES
 from paceline.models.config import implementation, is_assistant, read_assistant, read_facts
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
 from paceline.models.gguf_parts import part_names
@@ -125,10 +125,9 @@ class _Repository:
             return first_file
         weights, tokenizer = self._weights_entry(), self._tokenizer()
         folder = self._fetch(_CONFIG).parent
-        if self._trust_remote_code:
-            for name in sorted(self._listed):
-                if name.endswith(".py"):
-                    self._fetch(name)
+        for name in sorted(self._listed):
+            if name in QUANTIZATION_FILES or (self._trust_remote_code and name.endswith(".py")):
+                self._fetch(name)
         self._check_model(folder)
         for name in sorted(self._listed):
             if name in _SETTINGS or name in tokenizer or is_template(name):

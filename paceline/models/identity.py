@@ -7,8 +7,9 @@ import importlib.metadata
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.config import ModelImpl, Quantization
-from paceline.core.model_folder import PROCESSOR_FILES
+from paceline.core.config import ChosenQuantization, ModelImpl
+from paceline.core.model_folder import PROCESSOR_FILES, QUANTIZATION_FILES
+from paceline.core.online_quantization import as_online
 from paceline.models.config import implementation
 from paceline.models.content import FileContent, read_content
 from paceline.models.folder import weight_files
@@ -26,9 +27,9 @@ class ModelIdentity:
     """The files from which the model is loaded, with digests. Links in the folder lead to the parts of a GGUF file."""
     dtype: str
     quantization: str
-    """"int8" or "none". "gguf" counts as "none": both have the same weights, so their workers may exchange blocks.
-    Their results have the same bits, unless products with GGUF's blocks are in integers. Then they differ as much as
-    results of two instruction sets.
+    """Name of the `OnlineQuantization`, such as "int8", or "none". "gguf" counts as "none": both have the same weights,
+    so their workers may exchange blocks. Their results have the same bits, unless products with GGUF's blocks are in
+    integers. Then they differ as much as results of two instruction sets.
     """
     code: str
     """Name of the code that computes the model, from `implementation_name`. Blocks of different codes differ in their
@@ -43,8 +44,8 @@ class ModelIdentity:
 
     @property
     def weights(self) -> str:
-        """Digest of the config and the weights alone. Workers with equal digests have the same model, so one can
-        continue another's text.
+        """Digest of the weights and of the files that describe them alone. Workers with equal digests have the same
+        model, so one can continue another's text.
         """
         digests = [(file.name, file.digest) for file in self.content.files if _is_weight(file.name)]
         return hashlib.sha256(repr(digests).encode()).hexdigest()
@@ -56,7 +57,7 @@ class ModelIdentity:
 
 
 def model_identity(
-    folder: Path, dtype: str, quantization: Quantization = "auto", code: str = "native"
+    folder: Path, dtype: str, quantization: ChosenQuantization = "auto", code: str = "native"
 ) -> ModelIdentity:
     """Return the identity of the model in a folder, which covers every byte of every file that a worker computes with.
 
@@ -66,17 +67,18 @@ def model_identity(
     content = read_content({path.relative_to(folder).as_posix(): path for path in _files(folder, code)})
     if has_reference(folder):
         read_reference(folder).check(folder, content)
-    return ModelIdentity(content, dtype, "int8" if quantization == "int8" else "none", code)
+    return ModelIdentity(content, dtype, str(as_online(quantization) or "none"), code)
 
 
 def _is_weight(name: str) -> bool:
     """Return whether a file is the config or holds weights, whatever code computes the model."""
-    return name in ("config.json", REFERENCE_FILE) or name.endswith((".safetensors", ".gguf"))
+    return name in ("config.json", REFERENCE_FILE, *QUANTIZATION_FILES) or name.endswith((".safetensors", ".gguf"))
 
 
 def _files(folder: Path, code: str) -> list[Path]:
     """Return the files that a worker computes with: config, weights, how media are scaled, and code of the folder."""
-    small = ["config.json", *PROCESSOR_FILES, REFERENCE_FILE, *(_ADAPTED if code != "native" else ())]
+    adapted = _ADAPTED if code != "native" else ()
+    small = ["config.json", *QUANTIZATION_FILES, *PROCESSOR_FILES, REFERENCE_FILE, *adapted]
     found = [path for name in small if (path := folder / name).is_file()]
     code_files = sorted(folder.rglob("*.py")) if code != "native" else []
     return [*found, *weight_files(folder), *gguf_files(folder), *code_files]

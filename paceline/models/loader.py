@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.core.config import ModelImpl, Quantization
+from paceline.core.config import ChosenQuantization, ModelImpl
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.models.base import Architecture, Model
@@ -47,7 +47,7 @@ def load_model(
     kernels: Kernels,
     device: torch.device,
     packed_dir: Path | None = None,
-    quantization: Quantization = "auto",
+    quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
 ) -> Model:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.core.config import WeightForm
-from paceline.core.errors import ConfigError
+from paceline.core.online_quantization import OnlineQuantization
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
+from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.rounding import round_matrix
 from paceline.models.gguf_blocks import BlockMatrix
 
 _PIECE = 1 << 20
@@ -26,11 +27,7 @@ not be read.
 
 @dataclass(frozen=True, slots=True)
 class Packer:
-    """Packs the matrices of a model for kernels.
-
-    Raises:
-        ConfigError: the form is unknown.
-    """
+    """Packs the matrices of a model for kernels."""
 
     kernels: Kernels
     device: torch.device
@@ -38,10 +35,6 @@ class Packer:
     weight_form: WeightForm = "none"
     needs_content: ClassVar[bool] = True
     """Whether this function reads the matrices, as in `Pack`."""
-
-    def __post_init__(self) -> None:
-        if self.weight_form not in get_args(WeightForm):
-            raise ConfigError(f"--quantization must be auto, none, int8 or gguf, not {self.weight_form!r}")
 
     @property
     def form(self) -> str:
@@ -60,13 +53,17 @@ class Packer:
             if self.weight_form == "gguf":
                 return self.kernels.pack(weight.decode(), allocate)
             weight = dequantize_blocks(weight).to(self.device)
-        rounds = self.weight_form == "int8"
         if isinstance(weight, QuantizedMatrix):
             # With int8, too: such a matrix of a checkpoint fits in eight bits as it is.
             stays = self.weight_form != "none" and self.kernels.quantized_packing
             return self.kernels.pack(weight if stays else weight.dequantize().to(self.device), allocate)
-        rounds = rounds and weight.dim() == 2 and not weight.is_meta
-        return self.kernels.pack(quantize_int8(weight) if rounds else weight, allocate)
+        return self.kernels.pack(self._rounded(name, weight), allocate)
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor | QuantizedMatrix:
+        if not isinstance(self.weight_form, OnlineQuantization) or weight.dim() != 2 or weight.is_meta:
+            return weight
+        found = self.weight_form.format_of(name)
+        return weight if found is None else round_matrix(weight, found)
 
     def without_data(self, weight: Matrix) -> PackedWeight:
         """Return the packed matrix that a call would return, but on the meta device and without a format."""

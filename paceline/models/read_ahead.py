@@ -104,6 +104,31 @@ def will_read(data: Tensor) -> None:
             _advise(data.data_ptr() + place, min(_REQUEST, data.nbytes - place), mmap.MADV_WILLNEED)
 
 
+class MappedFiles:
+    """The memory into which this process has mapped some files. Without Linux's list of maps, it is empty."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        names = {str(file.resolve()) for file in files}
+        self._ranges: list[tuple[int, int]] = []
+        with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            for line in maps:
+                place, *_, name = line.rstrip("\n").split(maxsplit=5)
+                if name in names:
+                    begin, end = (int(address, 16) for address in place.split("-"))
+                    self._ranges.append((begin, end))
+
+    def has_read(self, data: Tensor) -> None:
+        """Take a tensor's pages from this process, if it is in one of the files. Whoever reads it again gets the same
+        content from the system's cache or from the disk.
+        """
+        if data.is_meta or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin, end = data.data_ptr(), data.data_ptr() + data.nbytes
+        # Memory that is not mapped from a file would lose its content.
+        if data.is_contiguous() and any(first <= begin and end <= last for first, last in self._ranges):
+            _advise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
 def read_ahead(maps: Sequence[Tensor]) -> None:
     """Begin to read mapped files, each uint8 [size], side by side from their beginnings. Large pages stay possible.
 

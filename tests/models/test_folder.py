@@ -51,6 +51,17 @@ def test_quantized_weights_are_counted_as_weights(
     assert count_weights(tmp_path, find_format({"quantization_config": config})) == 5 + 64 * 32
 
 
+def test_whole_matrices_in_the_dtype_of_codes_are_counted_once(tmp_path: Path) -> None:
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
+    tensors = {
+        "up.weight": torch.zeros(64 * 32 // 4, 1),
+        "embed.weight": torch.zeros(16, 32),
+        "norm.weight": torch.ones(5),
+    }
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert count_weights(tmp_path, find_format({"quantization_config": config})) == 64 * 32 + 16 * 32 + 5
+
+
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
     with pytest.raises(ModelError, match=r"model.safetensors is damaged or not a safetensors file"):

@@ -395,3 +395,22 @@ def test_a_folder_of_this_machine_takes_precedence(tmp_path: Path, monkeypatch: 
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert parse_hub_name("org/name") is None
+
+
+def test_a_file_beside_the_config_that_describes_quantized_weights_is_fetched(
+    hub: FakeHub, checkpoint: Path, prepare: Prepare
+) -> None:
+    (checkpoint / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
+    hub.add("org/tiny", checkpoint)
+    assert (folder_of(prepare("org/tiny")) / "quantize_config.json").is_file()
+
+
+def test_weights_that_such_a_file_makes_unreadable_are_not_fetched(
+    hub: FakeHub, checkpoint: Path, prepare: Prepare
+) -> None:
+    (checkpoint / "quant_config.json").write_text('{"w_bit": 3, "q_group_size": 128}')
+    hub.add("org/tiny", checkpoint)
+    assert "org/tiny/config.json: the checkpoint's weights are quantized as AWQ, in 3 bits" in error_of(
+        prepare("org/tiny")
+    )
+    assert "model.safetensors" not in hub.fetched()

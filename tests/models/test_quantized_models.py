@@ -192,8 +192,8 @@ def test_a_folder_without_blocks_is_told_apart(tmp_path: Path, save_llama: Any) 
 
 def test_an_unknown_way_is_refused(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
-    with pytest.raises(ConfigError, match="must be auto, none, int8 or gguf, not 'fp8'"):
-        load(tmp_path, "fp8")
+    with pytest.raises(ConfigError, match="must be auto, none, int8, int4, fp8, mxfp8, mxfp4 or gguf, not 'fp6'"):
+        load(tmp_path, "fp6")
 
 
 def test_a_reference_that_does_not_fit_is_named(save_converted: Callable[..., Path]) -> None:

@@ -8,6 +8,7 @@ from paceline.core.config.serve import CACHE_OPTIONS, PREPARE_OPTIONS, ServeConf
 from paceline.core.config.service import (
     GIB,
     KV_TOKENS,
+    ChosenQuantization,
     DType,
     GenerationConfig,
     KVCacheDType,
@@ -23,6 +24,7 @@ from paceline.core.config.service import (
     check_model_code,
     check_step_size,
     has_pools,
+    quantization_of,
 )
 from paceline.core.config.worker import WorkerConfig
 
@@ -31,6 +33,7 @@ __all__ = [
     "GIB",
     "KV_TOKENS",
     "PREPARE_OPTIONS",
+    "ChosenQuantization",
     "DType",
     "GatewayConfig",
     "GenerationConfig",
@@ -54,4 +57,5 @@ __all__ = [
     "has_pools",
     "model_configs",
     "own_options",
+    "quantization_of",
 ]

@@ -48,6 +48,7 @@ class ServeConfig(PlannerOptions):
     dtype: DType = same_option(WorkerConfig, "dtype")
     kv_cache_dtype: KVCacheDType = same_option(WorkerConfig, "kv_cache_dtype")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
+    quantization_config: str = same_option(WorkerConfig, "quantization_config")
     model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")
     trust_remote_code: bool = same_option(WorkerConfig, "trust_remote_code")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
@@ -161,7 +162,15 @@ class ServeConfig(PlannerOptions):
         return self
 
 
-PREPARE_OPTIONS = ("revision", "cache_dir", "quantization", "model_impl", "trust_remote_code")
+PREPARE_OPTIONS = (
+    "revision",
+    "cache_dir",
+    "cache_size",
+    "quantization",
+    "quantization_config",
+    "model_impl",
+    "trust_remote_code",
+)
 """Options of `serve` that its command `prepare` also has."""
 CACHE_OPTIONS = ("cache_dir", "cache_size")
 """Options of `serve` that the command `cache` also has."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Protocol, Self
 from pydantic import BeforeValidator, model_validator
 
 from paceline.core.errors import ConfigError
+from paceline.core.online_quantization import OnlineQuantization, read_online_quantization
 from paceline.core.options import Options, check_all_or_none, option
 from paceline.core.telemetry import LogFormat
 
@@ -15,9 +16,11 @@ GIB = 1 << 30
 KV_TOKENS = 24 * 1024
 """Number of tokens for which KV memory of the size "auto" has room."""
 
-Quantization = Literal["auto", "none", "int8", "gguf"]
-"""Format of a model's matrices in memory, as the user chooses it."""
-WeightForm = Literal["none", "int8", "gguf", "checkpoint"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8", "mxfp8", "mxfp4", "gguf"]
+"""Format of a model's matrices in memory, as the user names it."""
+ChosenQuantization = Quantization | OnlineQuantization
+"""Format of a model's matrices in memory, as the user chooses it with all options."""
+WeightForm = Literal["none", "gguf", "checkpoint"] | OnlineQuantization
 """Format of a model's matrices in memory. "checkpoint" is the format of the quantized weights on disk."""
 KVPool = Literal["auto", "arena", "device"]
 """Memory that holds the KV blocks with which a worker computes."""
@@ -133,12 +136,18 @@ class _Compute(Protocol):
     kv_pool: KVPool
     model_impl: ModelImpl
     quantization: Quantization
+    quantization_config: str
     trust_remote_code: bool
 
 
 def has_pools(config: _Compute) -> bool:
     """Return whether each worker computes with KV blocks in a pool of its own, rather than in the host's arena."""
     return config.kv_pool == "device" or (config.kv_pool == "auto" and config.device.partition(":")[0] != "cpu")
+
+
+def quantization_of(config: _Compute) -> ChosenQuantization:
+    """Return the format of matrices that --quantization and --quantization-config choose. Raises ConfigError."""
+    return read_online_quantization(config.quantization, config.quantization_config) or config.quantization
 
 
 def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
@@ -173,4 +182,9 @@ def check_model_code(config: _Compute) -> None:
     if config.quantization == "gguf" and config.model_impl == "transformers":
         raise ConfigError(
             "--quantization gguf needs --model-impl native or auto; with transformers, choose int8 or none"
+        )
+    if isinstance(quantization_of(config), OnlineQuantization) and config.device.partition(":")[0] != "cpu":
+        raise ConfigError(
+            f"--quantization {config.quantization} rounds matrices for the kernels of CPUs, not for --device "
+            f"{config.device}; leave it out, and --quantization-config too"
         )

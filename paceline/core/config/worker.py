@@ -44,9 +44,19 @@ class WorkerConfig(ServiceConfig):
     quantization: Quantization = option(
         "auto",
         "format of the model's matrices in memory. auto: the checkpoint's, if it is quantized in safetensors (AWQ, "
-        "GPTQ, compressed-tensors, FP8, MXFP4, bitsandbytes, ModelOpt), else none. none: the type of --dtype. int8: "
-        "blocks of signed bytes, to which the matrices are rounded. gguf: the blocks of the GGUF file from which the "
-        "model was converted",
+        "GPTQ, compressed-tensors, FP8, MXFP4, bitsandbytes, ModelOpt), else none. none: the type of --dtype. gguf: "
+        "the blocks of the GGUF file from which the model was converted. The others round linear layers and experts of "
+        "a whole model when it is loaded. int8: signed bytes in blocks of 32, also the embedding and the head. int4: 4 "
+        "bits in blocks of 32. fp8: E4M3 with a scale for each output. mxfp8, mxfp4: blocks of 32 of the Microscaling "
+        "specification",
+        "model",
+    )
+    quantization_config: str = option(
+        "",
+        "JSON object that says which layers are rounded when the model is loaded, over --quantization, e.g. "
+        '{"linear": "mxfp8", "moe": "mxfp4", "ignore": ["lm_head", "re:.*down_proj"]}. Formats are those of '
+        '--quantization; a kind of layers stays as it is with {"weight": null}. ignore has names of layers in the '
+        "checkpoint, also with wildcards or as regular expressions after re:",
         "model",
     )
     model_impl: ModelImpl = option(

@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from paceline.core.config import ModelImpl, Quantization, WeightForm
-from paceline.core.errors import ModelError
+from paceline.core.config import ChosenQuantization, ModelImpl, Quantization, WeightForm
+from paceline.core.errors import ConfigError, ModelError
+from paceline.core.online_quantization import OnlineQuantization, as_online
+from paceline.core.options import alternatives
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.encoders import (
     gemma3_encoders,
@@ -31,6 +33,7 @@ from paceline.models.config.granite_moe import granite_moe
 from paceline.models.config.llama import llama, smollm3
 from paceline.models.config.mistral import ministral3, mistral, mistral3
 from paceline.models.config.mixtral import mixtral
+from paceline.models.config.quantization_files import with_quantization
 from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
@@ -90,7 +93,7 @@ def is_assistant(folder: Path) -> bool:
     """Return whether a folder has an assistant: a model that only drafts for another model and reads its keys and
     values.
     """
-    return _architecture(_read_json(folder / "config.json")) in _ASSISTANTS
+    return _architecture(_read_settings(folder)) in _ASSISTANTS
 
 
 def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "transformers"]:
@@ -105,7 +108,7 @@ def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "tr
         )
     if model_impl != "auto":
         return model_impl
-    return "native" if _architecture(_read_json(folder / "config.json")) in _READERS else "transformers"
+    return "native" if _architecture(_read_settings(folder)) in _READERS else "transformers"
 
 
 def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
@@ -116,7 +119,7 @@ def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
     """
     if implementation(folder, model_impl) == "native":
         return read_config(folder)
-    raw = _read_json(folder / "config.json")
+    raw = _read_settings(folder)
     try:
         return read_transformers(raw, _architecture(raw))
     except ModelError as error:
@@ -138,7 +141,7 @@ def read_format(folder: Path) -> WeightFormat | None:
     Raises:
         ModelError: config.json cannot be read, or names a format that Paceline does not read.
     """
-    raw = _read_json(folder / "config.json")
+    raw = _read_settings(folder)
     nested = raw.get("text_config")
     try:
         return find_format(raw) or (find_format(nested) if isinstance(nested, Mapping) else None)
@@ -146,11 +149,28 @@ def read_format(folder: Path) -> WeightFormat | None:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
 
 
-def weight_form(folder: Path, quantization: Quantization) -> WeightForm:
-    """Return the form of a model's matrices in memory. Raises ModelError like `read_format`."""
-    if quantization != "auto":
+def weight_form(folder: Path, quantization: ChosenQuantization) -> WeightForm:
+    """Return the form of a model's matrices in memory.
+
+    Raises:
+        ConfigError: the quantization is unknown, or would round quantized matrices once more.
+        ModelError: as `read_format`.
+    """
+    if quantization == "none" or quantization == "gguf":
         return quantization
-    return "none" if read_format(folder) is None else "checkpoint"
+    online = as_online(quantization)
+    if online is None and quantization != "auto":
+        raise ConfigError(f"--quantization must be {alternatives(Quantization)}, not {quantization!r}")
+    stored = read_format(folder)
+    if online is None:
+        return "none" if stored is None else "checkpoint"
+    # Signed bytes with scales hold what other formats have, so nothing is lost.
+    if stored is not None and online != OnlineQuantization.of("int8"):
+        raise ConfigError(
+            f"the matrices of {folder.name} are quantized as {stored.name} already, and rounding them to {online} "
+            "would lose more; leave out --quantization and --quantization-config, or take the checkpoint in bf16"
+        )
+    return online
 
 
 def read_encoders(folder: Path) -> EncodersConfig | None:
@@ -159,7 +179,7 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
     Raises:
         ModelError: config.json cannot be read, or describes encoders that Paceline does not compute.
     """
-    if _architecture(_read_json(folder / "config.json")) not in _ENCODERS:
+    if _architecture(_read_settings(folder)) not in _ENCODERS:
         return None
     config = _read(folder, _ENCODERS)
     return None if config.vision is None and config.audio is None else config
@@ -168,7 +188,7 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
 def encoding_size(folder: Path, model_impl: ModelImpl) -> int:
     """Return the number of elements of a row of an encoding; 0 if the model has no encoders that Paceline can use."""
     if implementation(folder, model_impl) != "native":
-        raw = _read_json(folder / "config.json")
+        raw = _read_settings(folder)
         return image_row_size(raw, _architecture(raw))
     encoders = read_encoders(folder)
     return 0 if encoders is None else encoders.row_size
@@ -187,7 +207,7 @@ def read_assistant(folder: Path) -> ModelConfig:
 
 
 def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _Config:
-    raw = _read_json(folder / "config.json")
+    raw = _read_settings(folder)
     architecture = _architecture(raw)
     reader = readers.get(architecture)
     if reader is None:
@@ -230,6 +250,11 @@ def _check_shapes(config: ModelConfig) -> None:
             raise ModelError(f"a token cannot have {routing.top_k} experts: it chooses among {choices}")
         if routing.group_score == "top2" and count // groups < 2:
             raise ModelError(f"groups are scored by their two best experts, so each of {groups} groups needs two")
+
+
+def _read_settings(folder: Path) -> Json:
+    """Return the content of config.json, with what files beside it say of quantized weights."""
+    return with_quantization(_read_json(folder / "config.json"), folder)
 
 
 def _read_json(path: Path) -> Json:

@@ -54,7 +54,7 @@ def find_format(config: Json) -> WeightFormat | None:
     if method not in _FORMATS:
         raise ModelError(
             f"the checkpoint's weights are quantized by {method or 'an unnamed method'}; supported are "
-            f"{', '.join(sorted(_FORMATS))}, and GGUF files; or use the checkpoint in bf16"
+            f"{', '.join(sorted(_FORMATS))}, and GGUF files; or use the checkpoint in bf16, which --quantization rounds"
         )
     return _FORMATS[method](quantization)
 

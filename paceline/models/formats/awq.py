@@ -58,7 +58,7 @@ class Awq:
         parts = zip(("qweight", "qzeros", "scales"), shapes, (PACKED, PACKED, FLOATS))
         return {part: StoredTensor(f"{matrix}.{part}", part_shape, dtypes) for part, part_shape, dtypes in parts}
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         return _PER_WORD if tensor.endswith(".qweight") else 0 if tensor.endswith((".qzeros", ".scales")) else 1
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:

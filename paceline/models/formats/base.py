@@ -72,8 +72,8 @@ class WeightFormat(Protocol):
             ModelError: the format cannot store a matrix of this shape.
         """
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
-        """Return the number of weights that one element of a tensor of this name and dtype holds."""
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
+        """Return the number of weights that one element of a tensor of this name, dtype and shape holds."""
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
         """Return a matrix: as whole numbers if kernels can read them, else as a tensor [out, in] of any float dtype.

@@ -61,11 +61,12 @@ class BitsAndBytes:
             parts[part] = StoredTensor(f"{weight}.{ending}", (size,), ("F32",), is_optional=True)
         return parts
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         if not tensor.endswith(".weight"):
             return 0
         if self._is_4_bits:
-            return 2 * self._storage[1] if dtype == self._storage[0] else 1
+            # Codes are one column. Matrices that are not quantized may have the dtype in which codes are stored.
+            return 2 * self._storage[1] if dtype == self._storage[0] and list(shape[1:]) == [1] else 1
         return 1
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:

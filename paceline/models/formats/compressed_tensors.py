@@ -87,7 +87,7 @@ class CompressedTensors:
     def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
         return self._scheme_of(matrix).tensors(matrix, shape)
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         if tensor.endswith(".weight_packed"):
             matrix = tensor.removesuffix(".weight_packed")
             return 2 if dtype == "U8" else 32 // self._scheme_of(matrix).bits

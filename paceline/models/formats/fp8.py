@@ -38,7 +38,7 @@ class Float8:
             parts["weight_scale_inv"] = StoredTensor(f"{matrix}.weight_scale_inv", blocks, FLOATS)
         return parts
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         return 0 if tensor.endswith((*self.marks, *self.unread)) else 1
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:

@@ -64,7 +64,7 @@ class Gptq:
             "g_idx": StoredTensor(f"{matrix}.g_idx", (size_in,), PACKED, is_optional=True),
         }
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         if tensor.endswith(".qweight"):
             return 32 // self._bits
         return 0 if tensor.endswith((".qzeros", ".scales", ".g_idx")) else 1

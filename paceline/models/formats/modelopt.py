@@ -42,7 +42,7 @@ class ModelOpt:
             "whole": StoredTensor(f"{matrix}.weight_scale_2", (1,), FLOATS),
         }
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         if tensor.endswith((*self.marks, *self.unread, ".weight_scale_2")):
             return 0
         return 2 if dtype == "U8" else 1

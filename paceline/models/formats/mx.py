@@ -37,7 +37,7 @@ class MxFp4:
             "scales": StoredTensor(f"{matrix}_scales", (size_out, blocks), BYTES),
         }
 
-    def weights_in(self, tensor: str, dtype: str) -> int:
+    def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         return 2 if tensor.endswith("_blocks") else 0 if dtype == "U8" else 1
 
     def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.config import Quantization
+from paceline.core.config import ChosenQuantization
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.models.config import weight_form
@@ -23,7 +23,7 @@ def load_transformers(
     kernels: Kernels,
     device: torch.device,
     packed_dir: Path | None,
-    quantization: Quantization,
+    quantization: ChosenQuantization,
     trust_remote_code: bool,
 ) -> TransformersModel:
     """Load a model in its own code. Arguments and errors are those of `load_model`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
+from paceline.core.config import quantization_of
 from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.engine import Engine
@@ -40,7 +41,7 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
         compute.kernels,
         setup.speculative,
         setup.packed_dir,
-        config.quantization,
+        quantization_of(config),
         config.model_impl,
         config.kv_cache_dtype,
     )

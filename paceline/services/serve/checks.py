@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
-from paceline.core.config import GIB, ServeConfig, has_pools
+from paceline.core.config import GIB, ServeConfig, has_pools, quantization_of
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import count_weights
-from paceline.models.gguf_reference import gguf_files, has_reference
+from paceline.models.gguf_reference import has_reference
 from paceline.models.model_config import ModelConfig
+from paceline.models.weight_sizes import weight_sizes
 from paceline.services.serve.settings import served_name
 
 PROCESS_BYTES = 400 << 20
@@ -136,15 +137,11 @@ def _weight_bytes(folder: Path, config: ServeConfig, workers: int) -> int:
     count, stored = count_weights(folder, read_format(folder)), read_facts(folder, config.model_impl).dtype
     dtype = stored if config.dtype == "auto" else config.dtype
     whole = count * _ITEMSIZES[dtype]
-    form = weight_form(folder, config.quantization)
+    form = weight_form(folder, quantization_of(config))
     if config.kernels == "reference":
         converts = dtype != stored or form != "none" or has_reference(folder)
         return whole * (workers if converts else 1)
-    if form == "none":
-        return whole
-    if form == "gguf" and (files := gguf_files(folder)):
-        return sum(file.stat().st_size for file in files)
-    return count // 32 * 34
+    return sum(weight_sizes(folder, form, dtype).values())
 
 
 def _idle_expert_share(folder: Path, config: ServeConfig) -> float:

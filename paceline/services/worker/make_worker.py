@@ -6,6 +6,7 @@ import asyncio
 import logging
 import uuid
 
+from paceline.core.config import quantization_of
 from paceline.core.context import Context
 from paceline.core.errors import BusyError
 from paceline.core.types import Key, SamplingParams
@@ -81,7 +82,7 @@ async def make_worker(setup: WorkerSetup) -> Worker:
 
 def _load(setup: WorkerSetup) -> Loaded:
     compute, config = setup.compute, setup.config
-    how = config.quantization, config.model_impl, config.trust_remote_code, config.kv_cache_dtype
+    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_cache_dtype
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
 
 

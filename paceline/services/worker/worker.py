@@ -43,6 +43,9 @@ OFFLOAD_BYTES = Family(
     "Bytes of KV blocks copied from a worker's pool to the arena (store), back (load), and from the pool of another "
     "worker on its device (device)",
 )
+WEIGHT_BYTES = Family(
+    "weight_bytes", "Bytes of the model's weights in memory by format; workers of a host may share them", "gauge"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,7 @@ class Worker:
     ) -> None:
         self.model_id = model_id
         self.role = role
+        self._weight_bytes = loaded.weight_bytes
         self._turns = turns
         self.kv = kv
         self.memory = memory
@@ -169,6 +173,8 @@ class Worker:
     def samples(self) -> Iterator[Sample]:
         """Yield the worker's metrics."""
         yield from self.engine.samples()
+        for form, size in self._weight_bytes.items():
+            yield Sample(f"weight_bytes_{form}", size, WEIGHT_BYTES, {"format": form})
         yield Sample("queued_tokens", self._streams.queued_tokens)
         stats, slot_bytes = self.engine.stats, self.layout.slot_bytes
         yield Sample("loaded_bytes", stats.loaded_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "load"})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.config import WorkerConfig, has_pools
+from paceline.core.config import WorkerConfig, has_pools, quantization_of
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.numerics import Numerics
@@ -49,13 +49,13 @@ class ComputeOptions:
         if device.type == "cuda" and not has_pool:
             raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
-        form = weight_form(Path(config.model), config.quantization)
+        form = weight_form(Path(config.model), quantization_of(config))
         is_exact = form in ("gguf", "checkpoint") and rounds_blocks(kernels, dtype)
         code = implementation_name(Path(config.model), config.model_impl)
         type_name = str(dtype).removeprefix("torch.")
         if config.kv_cache_dtype != "auto":
             type_name += f" kv {config.kv_cache_dtype}"
-        numerics = Numerics(instruction_set_of(kernels, device), type_name, "none" if is_exact else form, code)
+        numerics = Numerics(instruction_set_of(kernels, device), type_name, "none" if is_exact else str(form), code)
         return cls(device, dtype, kernels, has_pool, numerics)
 
 

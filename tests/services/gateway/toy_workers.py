@@ -23,7 +23,7 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.wire_version import OURS, WireVersions
-from paceline.services.worker.worker import OFFLOAD_BYTES
+from paceline.services.worker.worker import OFFLOAD_BYTES, WEIGHT_BYTES
 from tests.services.gateway.toy_calls import ToyCalls
 from tests.services.gateway.toy_kvtransfer import ToyKVTransfer
 from tests.services.gateway.toy_services import ToyCompute, ToyDecode, ToyMedia, ToyPrefill
@@ -44,6 +44,8 @@ def _worker_samples() -> list[Sample]:
         *stats.samples(),
         Sample("bubble_seconds", 0.5, STEP_SECONDS, {"kind": "bubble"}),
         Sample("loaded_bytes", 4096, OFFLOAD_BYTES, {"direction": "load"}),
+        Sample("weight_bytes_int4", 3000, WEIGHT_BYTES, {"format": "int4"}),
+        Sample("weight_bytes_bfloat16", 1000, WEIGHT_BYTES, {"format": "bfloat16"}),
         *Counts(total=4, free=3, held=1, in_flight=0, cached=0).samples(),
     ]
 

@@ -21,6 +21,10 @@ class ServerInfo(AnswerBody):
     started: int
     members: dict[str, int]
     """Number of services that the gateway can reach, by role."""
+    numerics: list[str]
+    """The numerics of all workers, such as "avx2 bfloat16 mxfp4": instruction set, dtype, and format of the weights."""
+    weight_bytes: dict[str, int]
+    """Bytes of the weights in memory of one worker, by format. Workers of a host may share them."""
     options: Json
 
 

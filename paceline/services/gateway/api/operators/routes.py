@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -17,6 +18,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.options import secrets_of
 from paceline.proto import kvtransfer_pb2
+from paceline.services.common.registry import Member
 from paceline.services.gateway.api.api_schema import TEXT, answers
 from paceline.services.gateway.api.operators.bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
@@ -71,13 +73,16 @@ class OperatorsApi:
 
     async def server_info(self, model: str | None = None) -> dict[str, Any]:
         found = self._gateway.find(model)
-        roles = Counter(worker.member.role for worker in found.fleet.workers() if worker.available)
+        members = [worker.member for worker in found.fleet.workers() if worker.available]
+        roles = Counter(member.role for member in members)
         return {
             "version": paceline.__version__,
             "model": found.name,
             "max_model_len": found.fleet.max_model_len(),
             "started": self._gateway.started,
             "members": dict(roles),
+            "numerics": sorted({str(member.numerics) for member in members if member.numerics}),
+            "weight_bytes": _weight_bytes(members),
             "options": found.config.model_dump(exclude=secrets_of(GatewayConfig)),
         }
 
@@ -162,6 +167,17 @@ def _describe(worker: RemoteWorker) -> dict[str, Any]:
         "in_flight": worker.in_flight,
         "stats": figures(member.metrics),
     }
+
+
+def _weight_bytes(members: Sequence[Member]) -> dict[str, int]:
+    """Return the bytes of the weights of the worker that has most of them, by format."""
+    prefix = "weight_bytes_"
+    stats = [figures(member.metrics) for member in members]
+    found = [
+        {name.removeprefix(prefix): int(value) for name, value in own.items() if name.startswith(prefix)}
+        for own in stats
+    ]
+    return max(found, key=lambda sizes: sum(sizes.values()), default={})
 
 
 def _plan(worker: RemoteWorker) -> dict[str, Any]:

@@ -80,6 +80,8 @@ async def test_the_server_s_own_description_has_no_secrets(start_stack: StartSta
     about = info.json()
     assert (about["version"], about["model"], about["max_model_len"]) == (paceline.__version__, "toy", 512)
     assert (about["members"], about["options"]["max_attempts"]) == ({"decode": 1, "prefill": 1}, 3)
+    assert about["weight_bytes"] == {"int4": 3000, "bfloat16": 1000}
+    assert isinstance(about["numerics"], list)
     assert "hidden" not in info.text
     assert stack.redis_url not in info.text
 
@@ -330,6 +332,7 @@ async def test_what_workers_count_is_metrics(stack: Stack) -> None:
         'worker="decode-0"} 2.0',
         'paceline:worker_step_seconds_total{kind="bubble",model_name="toy",role="decode",worker="decode-0"} 0.5',
         'paceline:kv_offload_bytes_total{direction="load",model_name="toy",role="decode",worker="decode-0"} 4096.0',
+        'paceline:weight_bytes{format="int4",model_name="toy",role="decode",worker="decode-0"} 3000.0',
         'paceline:kv_swap_in_seconds_bucket{le="0.01",model_name="toy",role="decode",worker="decode-0"} 2.0',
         'paceline:kv_swap_in_seconds_count{model_name="toy",role="decode",worker="decode-0"} 3.0',
         'paceline:worker_request_step_seconds_total{kind="model",model_name="toy",phase="decode",role="decode",'
