@@ -11,20 +11,29 @@ from torch import Tensor
 BLOCK = 32
 """Number of values of one block, along the dimension `in`."""
 _ROWS = 4096
+_GROUPS = (16, 32, 64, 128)
+"""Numbers of values that may share a scale."""
+_POWER_BIAS = 127
+"""An exponent of 2 in uint8 is stored plus this number (E8M0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [out, in] whose weights are value * scale + offset.
 
-    Each weight is rounded to fp32, then to `rounding`, then to `dtype`.
+    Each weight is rounded to fp32, then to `rounding`, then to `dtype`. Scales, and offsets if there are some, are
+    those of groups of 16, 32, 64 or 128 values along `in`: [out, ceil(in / group)]. Only values with a table and floats
+    have groups of more than 32.
     """
 
     values: Tensor
-    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7."""
+    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7. With a table, they are
+    places in it, from 0 to 15. Of 8 bits, they may also be floats: float8_e4m3fn, none of them NaN.
+    """
     scales: Tensor
-    """[out, ceil(in / 32)], or twice as many: one for each 16 values. fp16, or fp32 of at most 18 significant bits, so
-    that value * scale is exact."""
+    """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact. Values with a table and floats have
+    any scales of fp32; or uint8, for 2 ** (scale - 127); or float8_e4m3fn, times `factors`.
+    """
     offsets: Tensor | None
     """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
     bits: int
@@ -35,25 +44,47 @@ class QuantizedMatrix:
     """The dtype to which weights are rounded first: the dtype of the format's own library. For GGUF files it is
     bfloat16, the dtype to which their weights are converted without quantization.
     """
+    table: Tensor | None = None
+    """fp32 [16]: the numbers that values of 4 bits stand for; None if they stand for themselves."""
+    factors: Tensor | None = None
+    """fp32 [2]: scales in float8_e4m3fn are multiplied by the first number, then divided by the second one."""
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def group(self) -> int:
+        """Number of values along `in` that share a scale; the least that the shape of the scales can mean."""
+        blocks = -(-self.shape[1] // BLOCK)
+        groups = self.scales.shape[1]
+        return next(group for group in _GROUPS if -(-blocks * BLOCK // group) == groups)
+
     def __getitem__(self, outputs: slice | list[int]) -> QuantizedMatrix:
         """Return the matrix of these outputs."""
-        offsets = None if self.offsets is None else self.offsets[outputs]
-        return replace(self, values=self.values[outputs], scales=self.scales[outputs], offsets=offsets)
+        return replace(
+            self,
+            values=self.values[outputs],
+            scales=self.scales[outputs],
+            offsets=None if self.offsets is None else self.offsets[outputs],
+        )
+
+    def whole_scales(self) -> Tensor:
+        """Return the scales as numbers, fp32."""
+        if self.scales.dtype == torch.uint8:
+            return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - _POWER_BIAS)
+        if self.factors is not None:
+            return self.scales.float() * self.factors[0] / self.factors[1]
+        return self.scales.float()
 
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
-        size_out, size_in = self.values.shape
-        blocks = -(-size_in // BLOCK)
-        per_scale = blocks * BLOCK // self.scales.shape[1]
-        values = F.pad(self.values, (0, blocks * BLOCK - size_in)).float().view(size_out, -1, per_scale)
-        weights = values * self.scales.float().unsqueeze(2)
+        size_out, size_in = self.shape
+        values = self.values.float() if self.table is None else self.table[self.values.int()]
+        values = F.pad(values, (0, -size_in % self.group)).view(size_out, -1, self.group)
+        weights = values * self.whole_scales().unsqueeze(2)[:, : values.shape[1]]
         if self.offsets is not None:
-            weights += self.offsets.float().unsqueeze(2)
+            weights += self.offsets.float().unsqueeze(2)[:, : values.shape[1]]
         return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
 
 

@@ -31,6 +31,29 @@ enum Format : int64_t {
     // Weights are rounded to bf16 unless one of these is set.
     kFormatHalf = 256,  // rounded to fp16
     kFormatUnrounded = 512,
+    kFormatTable = 1024,  // nibbles are places in the table of the head
+    kFormatWholeNumbers = 2048,  // numbers of the table are whole
+    kFormatHalves = 4096,        // or halves of whole numbers
+    kFormatFloats = 8192,        // bytes are floats (E4M3), none of them NaN
+    kFormatPowerScales = 16384,  // scales are bytes: exponents of 2, plus 127 (E8M0)
+    kFormatFloatScales = 32768,  // scales are bytes: floats (E4M3), with factors in the head
+};
+// The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
+// scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.
+constexpr int kFormatSpanShift = 20;
+constexpr int64_t kFormatsWithHead = kFormatTable | kFormatFloatScales;
+// Returns whether products in integers are not possible for these weights.
+constexpr bool must_unpack(int64_t format) {
+    return format & kFormatFloats || (format & kFormatTable && !(format & (kFormatWholeNumbers | kFormatHalves)));
+}
+
+// What precedes the tiles of a matrix of kFormatsWithHead.
+struct Head {
+    float numbers[kLanes];  // the table
+    int16_t whole[2 * kLanes];  // the same numbers twice, doubled if they are halves
+    int8_t bytes[2 * kLanes];
+    float factor, divisor;  // a scale is multiplied by the first one, then divided by the second one
+    int32_t unused[6];
 };
 
 // Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a 4-bit code for the
