@@ -103,7 +103,7 @@ def test_matrices_of_a_layer_may_have_different_forms(name: str, tokens: int) ->
     plain = cycled(
         REFERENCE.pack, REFERENCE.pack, *(lambda weight, how=how: REFERENCE.pack(how(weight)) for how in quantizers)
     )
-    mixed, wanted = pack_experts(kernels, own, 5, 96, 64), pack_experts(REFERENCE, plain, 5, 96, 64)
+    mixed, wanted = pack_experts(kernels, own, 5, 96, 96), pack_experts(REFERENCE, plain, 5, 96, 96)
     formats = {weight.format for weight in (*mixed.gate, *mixed.up, *mixed.down)}
     assert len(formats) == (4 if name in COMPRESSING else 3)
     assert (COMPRESSED in formats) == (name in COMPRESSING)
