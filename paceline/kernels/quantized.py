@@ -27,17 +27,19 @@ class QuantizedMatrix:
     """
 
     values: Tensor
-    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7. With a table, they are
+    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7, and those of 5
+    and 6 bits likewise. With a table, they are
     places in it, from 0 to 15. Of 8 bits, they may also be floats: float8_e4m3fn, none of them NaN.
     """
     scales: Tensor
     """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact. Values with a table and floats have
-    any scales of fp32; or uint8, for 2 ** (scale - 127); or float8_e4m3fn, times `factors`.
+    any scales of fp32; or uint8, for 2 ** (scale - 127); or float8_e4m3fn, times `factors`. If there is an `outer`
+    number, they are int8, from 0 to 63 if there are offsets.
     """
     offsets: Tensor | None
     """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
     bits: int
-    """Bits of each value: 4 or 8."""
+    """Bits of each value: 4, 5, 6 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
     rounding: torch.dtype = torch.bfloat16
@@ -48,6 +50,10 @@ class QuantizedMatrix:
     """fp32 [16]: the numbers that values of 4 bits stand for; None if they stand for themselves."""
     factors: Tensor | None = None
     """fp32 [2]: scales in float8_e4m3fn are multiplied by the first number, then divided by the second one."""
+    outer: Tensor | None = None
+    """fp16 [out, in / 256]: the number by which the scales of 256 values are multiplied; None if there is none."""
+    outer_offsets: Tensor | None = None
+    """In the shape of `outer`: the same for the offsets."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -67,6 +73,8 @@ class QuantizedMatrix:
             values=self.values[outputs],
             scales=self.scales[outputs],
             offsets=None if self.offsets is None else self.offsets[outputs],
+            outer=None if self.outer is None else self.outer[outputs],
+            outer_offsets=None if self.outer_offsets is None else self.outer_offsets[outputs],
         )
 
     def whole_scales(self) -> Tensor:
@@ -75,7 +83,17 @@ class QuantizedMatrix:
             return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - _POWER_BIAS)
         if self.factors is not None:
             return self.scales.float() * self.factors[0] / self.factors[1]
-        return self.scales.float()
+        return _times(self.scales, self.outer)
+
+    def whole_offsets(self) -> Tensor | None:
+        """Return the offsets as numbers, fp32; None if there are none."""
+        return None if self.offsets is None else _times(self.offsets, self.outer_offsets)
+
+    def flattened(self) -> QuantizedMatrix:
+        """Return the same matrix without `outer` numbers."""
+        if self.outer is None:
+            return self
+        return replace(self, scales=self.whole_scales(), offsets=self.whole_offsets(), outer=None, outer_offsets=None)
 
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
@@ -83,9 +101,16 @@ class QuantizedMatrix:
         values = self.values.float() if self.table is None else self.table[self.values.int()]
         values = F.pad(values, (0, -size_in % self.group)).view(size_out, -1, self.group)
         weights = values * self.whole_scales().unsqueeze(2)[:, : values.shape[1]]
-        if self.offsets is not None:
-            weights += self.offsets.float().unsqueeze(2)[:, : values.shape[1]]
+        if (offsets := self.whole_offsets()) is not None:
+            weights += offsets.unsqueeze(2)[:, : values.shape[1]]
         return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
+
+
+def _times(numbers: Tensor, outer: Tensor | None) -> Tensor:
+    """Return numbers [out, n], fp32, times the outer number of each run of them."""
+    if outer is None:
+        return numbers.float()
+    return numbers.float() * outer.float().repeat_interleave(numbers.shape[1] // outer.shape[1], 1)
 
 
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:

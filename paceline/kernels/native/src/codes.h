@@ -45,6 +45,23 @@ struct Nibbles {
     }
 };
 #endif
+// Nibbles with one or two more bits.
+template <int kMore>
+struct MoreBits {
+    u32x16 words, more;
+    float zero;
+
+    MoreBits(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : words(read<u32x16>(codes + eight * 64)),
+          more(read<u32x16>(codes + 256 + (kMore == 2 ? eight / 2 * 64 : 0)) >>
+               static_cast<uint32_t>(kMore == 2 ? eight % 2 * 8 : eight * 4)),
+          zero(layout.zero()) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
+        const u32x16 low = words >> (i % 2 * 16 + i / 2 * 4) & 15;
+        const u32x16 high = more >> (i % 2 * 16 + i / 2 * kMore) & uint32_t{kMore == 2 ? 3 : 1};
+        return fma(convert<f32x16>(bits<i32x16>(low | high << 4)) - zero, scale, offset);
+    }
+};
 // Bytes of sixteen outputs, [in / 2][out][in % 2].
 struct BytePairs {
     u32x16 pairs[4];

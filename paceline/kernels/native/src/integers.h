@@ -116,6 +116,20 @@ struct NibbleCodes {
         return bits<Shorts>(words >> static_cast<uint16_t>(pair % 4 * 4) & 15);
     }
 };
+// Nibbles with one or two more bits.
+template <int kMore>
+struct MoreBitsCodes {
+    const uint8_t* codes;
+    Shorts at(int64_t pair, int part) const {
+        using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
+        const uint8_t* more = codes + 256 + (kMore == 2 ? pair / 8 * 64 : 0) + part * kRegisterBytes;
+        const Words16 low = read<Words16>(codes + pair / 4 * 64 + part * kRegisterBytes) >>
+                            static_cast<uint16_t>(pair % 4 * 4) & 15;
+        const Words16 high = read<Words16>(more) >> static_cast<uint16_t>(kMore == 2 ? pair % 8 * 2 : pair) &
+                             static_cast<uint16_t>(kMore == 2 ? 3 : 1);
+        return bits<Shorts>(low | high << 4);
+    }
+};
 // Places in a table of whole numbers.
 struct TableCodes {
     const uint8_t* codes;
@@ -157,14 +171,13 @@ struct QuantizedIntegers : Quantized<bf16> {
     struct Scales {
         alignas(64) float scales[Count][kLanes], offsets[Count][kLanes];
 
-        Scales(const uint8_t* tile, const TileLayout& layout) {
+        Scales(const TileLayout::Block& block, const TileLayout& layout) {
             for (int i = 0; i < Count; ++i) {
                 f32x16 scale = {}, offset = {};
-                load_part(tile, layout, i, scale, offset);
+                load_part(block, layout, i, scale, offset);
                 if (layout.halves) scale = scale * 0.5f;
                 store(scales[i], scale);
-                // See `kFormatEightBits`.
-                store(offsets[i], layout.offsets ? offset : scale * (layout.bits == 4 && !layout.table ? -8.0f : 0.0f));
+                store(offsets[i], layout.offsets ? offset : scale * -layout.zero());
             }
         }
     };
@@ -232,7 +245,7 @@ struct QuantizedIntegers : Quantized<bf16> {
                 const TileLayout::Block place = layout.block(from + group * bytes, count, block);
                 prefetch_tile(place.codes, bytes_of_block);
                 const Codes codes = codes_of<Codes>(place.codes);
-                const Scales<Count> own(place.tile, layout);
+                const Scales<Count> own(place, layout);
                 float* to = sums + group * kLanes;
                 if (rows <= kMostIntegerRows) {
                     multiply_some<Fused>(codes, own, input, row, rows, block, to);
@@ -251,6 +264,8 @@ struct QuantizedIntegers : Quantized<bf16> {
     void multiply_format(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
         if (layout.table) multiply_codes<Fused, TableCodes>(input, first, row, rows, sums);
         else if (layout.bits == 8) multiply_codes<Fused, ByteCodes>(input, first, row, rows, sums);
+        else if (layout.bits == 6) multiply_codes<Fused, MoreBitsCodes<2>>(input, first, row, rows, sums);
+        else if (layout.bits == 5) multiply_codes<Fused, MoreBitsCodes<1>>(input, first, row, rows, sums);
         else multiply_codes<Fused, NibbleCodes>(input, first, row, rows, sums);
     }
     template <bool Fused, class Codes>

@@ -2,8 +2,9 @@
 
 // What unpacked weights are rounded to, before a type of 16 bits rounds them as it holds them.
 enum class Rounding { kNone, kBf16, kHalf, kHalfThenBf16 };
-// What scales are stored as: numbers, powers of two as their exponents (E8M0), or floats of 8 bits (E4M3) times a factor.
-enum class Scaling { kHalf, kFloat, kPowers, kFloat8 };
+// What scales are stored as: numbers, powers of two as their exponents (E8M0), floats of 8 bits (E4M3) times a factor, or
+// small whole numbers times numbers of the tile.
+enum class Scaling { kHalf, kFloat, kPowers, kFloat8, kBytes, kSixBits };
 
 struct TileLayout {
     const Head* head;  // null if there is none
@@ -18,7 +19,7 @@ struct TileLayout {
     // `widens`: whether x is bf16, but weights are unpacked to fp32.
     TileLayout(const void* data, int64_t format, bool widens)
         : head(format & kFormatsWithHead ? static_cast<const Head*>(data) : nullptr),
-          bits(format & kFormatEightBits ? 8 : 4),
+          bits(format & kFormatEightBits ? 8 : format & kFormatSixBits ? 6 : format & kFormatFiveBits ? 5 : 4),
           scale_bytes(format & (kFormatPowerScales | kFormatFloatScales) ? 1 : format & kFormatWideScales ? 4 : 2),
           scales_per_block(format & kFormatTwoScales ? 2 : 1),
           span(format >> kFormatSpanShift & 3),
@@ -29,6 +30,8 @@ struct TileLayout {
           halves(format & kFormatHalves),
           scaling(format & kFormatPowerScales   ? Scaling::kPowers
                   : format & kFormatFloatScales ? Scaling::kFloat8
+                  : format & kFormatByteScales  ? Scaling::kBytes
+                  : format & kFormatSixBitScales ? Scaling::kSixBits
                   : format & kFormatWideScales  ? Scaling::kFloat
                                                 : Scaling::kHalf),
           rounding(format & kFormatHalf                  ? widens ? Rounding::kHalfThenBf16 : Rounding::kHalf
@@ -39,17 +42,25 @@ struct TileLayout {
     int64_t code_bytes() const { return kLanes * kDepth * bits / 8; }  // of one block
     int64_t codes_bytes() const { return code_bytes() << span; }
     int64_t scales_bytes() const { return kLanes * scale_bytes * scales_per_block; }
-    int64_t tile_bytes() const { return codes_bytes() + scales_bytes() * (offsets ? 2 : 1); }
+    int64_t all_scales_bytes() const {
+        if (scaling == Scaling::kBytes) return kLanes * ((scales_per_block << span) + 2);
+        if (scaling == Scaling::kSixBits) return kLanes * ((3 << span) / 2 + 4);
+        return scales_bytes() * (offsets ? 2 : 1);
+    }
+    int64_t tile_bytes() const { return codes_bytes() + all_scales_bytes(); }
+    // What is subtracted from codes.
+    float zero() const { return offsets || table || bits == 8 ? 0.0f : static_cast<float>(1 << (bits - 1)); }
     int64_t tiles(int64_t in) const { return (in / kDepth + (int64_t{1} << span) - 1) >> span; }
 
     // A block of a group of sixteen outputs. Tiles of `groups` groups alternate.
     struct Block {
         const uint8_t *tile, *codes;
+        int64_t within;  // its number in the tile
     };
     Block block(const uint8_t* tiles, int64_t groups, int64_t index) const {
         const int64_t within = index & ((int64_t{1} << span) - 1);
         const uint8_t* tile = tiles + (index >> span) * groups * tile_bytes();
-        return {tile, tile + within * code_bytes()};
+        return {tile, tile + within * code_bytes(), within};
     }
 };
 
@@ -103,16 +114,35 @@ PACELINE_INLINE f32x16 load_scales(const uint8_t* from, const TileLayout& layout
             const i32x16 least = splat<i32x16>(0x00400000);  // 2^-127, which is subnormal
             return bits<f32x16>(select(bits<i32x16>(word) > least, bits<i32x16>(word), least));
         }
-        case Scaling::kFloat8: break;
+        default: break;
     }
     const f32x16 scale = widen_float8(widen_bytes(from) << 24) * layout.head->factor;
     return layout.head->divisor == 1.0f ? scale : scale / layout.head->divisor;
 }
 
+// Loads the scales and offsets of 6 bits of a tile's block.
+PACELINE_INLINE void load_six_bits(const uint8_t* from, const TileLayout& layout, int64_t block, f32x16& scale,
+                                   f32x16& offset) {
+    const uint8_t *high = from + (kLanes << layout.span), *numbers = high + (kLanes << layout.span) / 2;
+    const u32x16 low = widen_bytes(from + block * kLanes);
+    const u32x16 more = widen_bytes(high + block / 2 * kLanes) >> static_cast<uint32_t>(block % 2 * 4);
+    scale = convert<f32x16>(bits<i32x16>((low & 15) | (more & 3) << 4)) * widen_fp16(read<u16x16>(numbers));
+    const u32x16 added = low >> 4 | (more & 12) << 2;
+    offset = convert<f32x16>(bits<i32x16>(added)) * widen_fp16(read<u16x16>(numbers + 2 * kLanes));
+}
+
 // Loads the scales of a part of a tile's block, and its offsets if there are any.
-PACELINE_INLINE void load_part(const uint8_t* tile, const TileLayout& layout, int64_t part, f32x16& scale,
+PACELINE_INLINE void load_part(const TileLayout::Block& block, const TileLayout& layout, int64_t part, f32x16& scale,
                                f32x16& offset) {
-    const uint8_t* scales = tile + layout.codes_bytes() + part * kLanes * layout.scale_bytes;
+    const uint8_t* from = block.tile + layout.codes_bytes();
+    if (layout.scaling == Scaling::kSixBits) return load_six_bits(from, layout, block.within, scale, offset);
+    if (layout.scaling == Scaling::kBytes) {
+        const uint8_t* numbers = from + (layout.scales_per_block << layout.span) * kLanes;
+        const u32x16 own = widen_bytes(from + (block.within * layout.scales_per_block + part) * kLanes);
+        scale = convert<f32x16>(bits<i32x16>(own << 24) >> 24) * widen_fp16(read<u16x16>(numbers));
+        return;
+    }
+    const uint8_t* scales = from + part * kLanes * layout.scale_bytes;
     scale = load_scales(scales, layout);
     if (layout.offsets) offset = load_scales(scales + layout.scales_bytes(), layout);
 }

@@ -37,6 +37,17 @@ enum Format : int64_t {
     kFormatFloats = 8192,        // bytes are floats (E4M3), none of them NaN
     kFormatPowerScales = 16384,  // scales are bytes: exponents of 2, plus 127 (E8M0)
     kFormatFloatScales = 32768,  // scales are bytes: floats (E4M3), with factors in the head
+    // Nibbles are the low bits of codes, -2^(bits - 1) to 2^(bits - 1) - 1 without offsets. After the nibbles of a block come
+    // 16-bit words [out][in % 2] of its other bits, lowest first: one of [in / 2 % 16], or twice two of [in / 2 % 8].
+    kFormatFiveBits = 65536,
+    kFormatSixBits = 131072,
+    // The eight blocks of a tile have scales of their own, times an fp16 number of each output. Scales are signed bytes
+    // [block][1 or 2][out], then the numbers [out].
+    kFormatByteScales = 262144,
+    // Or they and the offsets have 6 bits: bytes [block][out] with the low nibbles of a scale and an offset, then bytes
+    // [block / 2][out] with two bits of a scale and two of an offset for each of two blocks, then the numbers of scales
+    // [out] and of offsets [out].
+    kFormatSixBitScales = 524288,
 };
 // The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
 // scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.

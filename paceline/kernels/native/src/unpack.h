@@ -66,7 +66,7 @@ static inline void unpack_block(const TileLayout::Block& block, const TileLayout
     f32x16 scale = {}, offset = {};
     for (int64_t eight = 0; eight < 4; ++eight) {
         if (const int64_t part = eight / 2; eight % 2 == 0 && part < layout.scales_per_block)
-            load_part(block.tile, layout, part, scale, offset);
+            load_part(block, layout, part, scale, offset);
         const Codes codes(block.codes, eight, layout);
         unrolled<4>([&](int i) PACELINE_INLINED {
             store_places<kRounding>(to + (eight * 8 + 2 * i) * kLanes, codes.weight(2 * i, scale, offset),
@@ -124,7 +124,7 @@ static inline void unpack_by_pairs(const TileLayout::Block& block, const TileLay
     for (int64_t part = 0; part < 2; ++part) {
         if (part < layout.scales_per_block) {
             f32x16 own = {}, added = {};
-            load_part(block.tile, layout, part, own, added);
+            load_part(block, layout, part, own, added);
             interleave(own, own, scale[0], scale[1]);
             interleave(added, added, offset[0], offset[1]);
         }
@@ -149,7 +149,7 @@ static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf
     constexpr f32x16 digits = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     alignas(64) float scale[kLanes], offset[kLanes];
     f32x16 own = {}, added = {};
-    load_part(tile, layout, 0, own, added);
+    load_part({tile, tile, 0}, layout, 0, own, added);
     store(scale, own);
     store(offset, added);
     finish_writes();  // a broadcast of one number is free from memory, but slow from a register
@@ -196,6 +196,8 @@ static inline void unpack_one(const TileLayout::Block& block, const TileLayout& 
     if (unpack_nibble_rows(block.tile, layout, to)) return;
     if (layout.table) return unpack_block<TablePlaces, kRounding>(block, layout, to);
     if (layout.floats) return unpack_block<Float8s, kRounding>(block, layout, to);
+    if (layout.bits == 5) return unpack_block<MoreBits<1>, kRounding>(block, layout, to);
+    if (layout.bits == 6) return unpack_block<MoreBits<2>, kRounding>(block, layout, to);
 #ifdef PACELINE_AMX
     if (layout.bits == 4) unpack_by_pairs<Nibbles, kRounding>(block, layout, to);
     else unpack_by_pairs<Bytes, kRounding>(block, layout, to);
