@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from bench.floors import Floors, Rates
+from bench.small_floats import quantize_fp8, quantize_mxfp4, quantize_nf4
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import rounds_blocks
@@ -35,6 +36,7 @@ from paceline.kernels.caches import LayerState, RecurrentState, view_pool, view_
 from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import COMPRESSED
+from paceline.kernels.native.tiles import must_unpack
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
@@ -93,7 +95,9 @@ class Case:
         if self.weight is not None:
             weight = self.weight(native)
             read_bytes = weight.data.nbytes
-            if weight.format not in (None, COMPRESSED) and not rounds_blocks(native, dtype):
+            if weight.format not in (None, COMPRESSED) and not (
+                rounds_blocks(native, dtype) or must_unpack(weight.format)
+            ):
                 rate = rates.pairs
         reading = self.read(floors) if self.read is not None else read_bytes / rates.read
         return max(reading, self.operations / rate)
@@ -108,7 +112,13 @@ def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix(values.flatten(1), scales.half(), low.half(), 4, weight.dtype)
 
 
-QUANTIZE: dict[str, Callable[[Tensor], QuantizedMatrix]] = {"int8": quantize_int8, "q4_1": quantize_q4_1}
+QUANTIZE: dict[str, Callable[[Tensor], QuantizedMatrix]] = {
+    "int8": quantize_int8,
+    "q4_1": quantize_q4_1,
+    "mxfp4": quantize_mxfp4,
+    "nf4": quantize_nf4,
+    "fp8": quantize_fp8,
+}
 
 
 def linear_case(

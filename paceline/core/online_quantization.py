@@ -16,8 +16,10 @@ OnlineFormat = Literal["fp8", "mxfp8", "mxfp4", "int8", "int4"]
 """A format to which matrices can be rounded."""
 ONLINE_FORMATS: tuple[OnlineFormat, ...] = get_args(OnlineFormat)
 
-_MEMORY_BITS: Mapping[OnlineFormat, float] = {"int8": 8.5, "int4": 4.5, "mxfp4": 9.0}
-"""Bits of a weight in memory, with its share of the scales. The other formats take those of the model's dtype."""
+_MEMORY_BITS: Mapping[OnlineFormat, float] = {"fp8": 8.25, "mxfp8": 8.25, "mxfp4": 4.25, "int8": 8.5, "int4": 4.5}
+"""Bits of a weight in memory, with its share of the scales."""
+E2M1 = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0
+"""The number that each code of a float of 4 bits stands for."""
 _OTHER_NAMES: Mapping[str, OnlineFormat] = {"fp8_per_channel": "fp8", "fp8_per_channel_static": "fp8"}
 """Names that vLLM has for some of the formats."""
 _PATTERN = "re:"
@@ -30,13 +32,9 @@ _PART = re.compile(r"(?:\[\d+\])+$")
 _FLAG = "--quantization-config"
 
 
-def rounded_bytes(weights: int, form: OnlineFormat, itemsize: int) -> int:
-    """Return the bytes in memory of a number of weights that are rounded to a format.
-
-    Args:
-        itemsize: bytes of a number of the model's dtype.
-    """
-    return int(weights * _MEMORY_BITS.get(form, 8.0 * itemsize) / 8)
+def rounded_bytes(weights: int, form: OnlineFormat) -> int:
+    """Return the bytes that this many weights take in memory after they were rounded."""
+    return int(weights * _MEMORY_BITS[form] / 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,71 +13,137 @@ BLOCK = 32
 """Number of values of one block, along the dimension `in`."""
 _AT_A_TIME = 1 << 18
 """Number of weights that are rounded at a time. Intermediate values are fp32, and fit in a core's cache."""
+_GROUPS = (16, 32, 64, 128)
+"""Numbers of values that may share a scale."""
+_POWER_BIAS = 127
+"""An exponent of 2 in uint8 is stored plus this number (E8M0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
     """A matrix [out, in] whose weights are value * scale + offset.
 
-    Each weight is rounded to fp32, then to `rounding`, then to `dtype`.
+    Each weight is rounded to fp32, then to `rounding`, then to `dtype`. Scales, and offsets if there are some, are
+    those of groups of 16, 32, 64 or 128 values along `in`: [out, ceil(in / group)]. Only values with a table and floats
+    have groups of more than 32.
     """
 
     values: Tensor
-    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7."""
+    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7, and those of 5 and 6
+    bits likewise. With a table, they are places in it, from 0 to 15. Of 8 bits, they may also be floats: float8_e4m3fn,
+    none of them NaN.
+    """
     scales: Tensor
-    """[out, ceil(in / 32)], or twice as many: one for each 16 values. fp16, or fp32 of at most 18 significant bits, so
-    that value * scale is exact."""
+    """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact. Values with a table and floats have
+    any scales of fp32; or uint8, for 2 ** (scale - 127); or float8_e4m3fn, times `factors`. If there is an `outer`
+    number, they are int8, from 0 to 63 if there are offsets.
+    """
     offsets: Tensor | None
     """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
     bits: int
-    """Bits of each value: 4 or 8."""
+    """Bits of each value: 4, 5, 6 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
     rounding: torch.dtype = torch.bfloat16
     """The dtype to which weights are rounded first: the dtype of the format's own library. For GGUF files it is
     bfloat16, the dtype to which their weights are converted without quantization.
     """
+    table: Tensor | None = None
+    """fp32 [16]: the numbers that values of 4 bits stand for; None if they stand for themselves."""
+    factors: Tensor | None = None
+    """fp32 [2]: scales in float8_e4m3fn are multiplied by the first number, then divided by the second one."""
+    outer: Tensor | None = None
+    """fp16 [out, in / 256]: the number by which the scales of 256 values are multiplied; None if there is none."""
+    outer_offsets: Tensor | None = None
+    """In the shape of `outer`: the same for the offsets."""
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def group(self) -> int:
+        """Number of values along `in` that share a scale; the least that the shape of the scales can mean."""
+        blocks = -(-self.shape[1] // BLOCK)
+        groups = self.scales.shape[1]
+        return next(group for group in _GROUPS if -(-blocks * BLOCK // group) == groups)
+
     def __getitem__(self, outputs: slice | list[int]) -> QuantizedMatrix:
         """Return the matrix of these outputs."""
-        offsets = None if self.offsets is None else self.offsets[outputs]
-        return replace(self, values=self.values[outputs], scales=self.scales[outputs], offsets=offsets)
+        return replace(
+            self,
+            values=self.values[outputs],
+            scales=self.scales[outputs],
+            offsets=None if self.offsets is None else self.offsets[outputs],
+            outer=None if self.outer is None else self.outer[outputs],
+            outer_offsets=None if self.outer_offsets is None else self.outer_offsets[outputs],
+        )
+
+    def whole_scales(self) -> Tensor:
+        """Return the scales as numbers, fp32."""
+        if self.scales.dtype == torch.uint8:
+            return torch.ldexp(torch.ones(self.scales.shape), self.scales.int() - _POWER_BIAS)
+        if self.factors is not None:
+            return self.scales.float() * self.factors[0] / self.factors[1]
+        return _times(self.scales, self.outer)
+
+    def whole_offsets(self) -> Tensor | None:
+        """Return the offsets as numbers, fp32; None if there are none."""
+        return None if self.offsets is None else _times(self.offsets, self.outer_offsets)
+
+    def flattened(self) -> QuantizedMatrix:
+        """Return the same matrix without `outer` numbers."""
+        if self.outer is None:
+            return self
+        return replace(self, scales=self.whole_scales(), offsets=self.whole_offsets(), outer=None, outer_offsets=None)
 
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
-        size_out, size_in = self.values.shape
-        blocks = -(-size_in // BLOCK)
-        per_scale = blocks * BLOCK // self.scales.shape[1]
-        values = F.pad(self.values, (0, blocks * BLOCK - size_in)).float().view(size_out, -1, per_scale)
-        weights = values * self.scales.float().unsqueeze(2)
-        if self.offsets is not None:
-            weights += self.offsets.float().unsqueeze(2)
+        size_out, size_in = self.shape
+        values = self.values.float() if self.table is None else self.table[self.values.int()]
+        values = F.pad(values, (0, -size_in % self.group)).view(size_out, -1, self.group)
+        weights = values * self.whole_scales().unsqueeze(2)[:, : values.shape[1]]
+        if (offsets := self.whole_offsets()) is not None:
+            weights += offsets.unsqueeze(2)[:, : values.shape[1]]
         return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
 
 
+def _times(numbers: Tensor, outer: Tensor | None) -> Tensor:
+    """Return numbers [out, n], fp32, times the outer number of each run of them."""
+    if outer is None:
+        return numbers.float()
+    return numbers.float() * outer.float().repeat_interleave(numbers.shape[1] // outer.shape[1], 1)
+
+
 def quantize_int8(weight: Tensor) -> QuantizedMatrix:
-    """Round a matrix [out, in] to signed bytes, with one fp16 scale for each 32 values along `in` (GGUF's Q8_0)."""
-    return quantize_rows(weight, 8, torch.float16, _int8_rows)
+    """Round a matrix [out, in] to signed bytes, with one fp16 scale for each 32 values along `in` (GGUF's Q8_0).
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
+    """
+    return quantize_rows(weight, _int8_rows)
 
 
-def quantize_rows(
-    weight: Tensor, bits: int, scale_dtype: torch.dtype, rounded: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> QuantizedMatrix:
-    """Round a matrix [out, in] without offsets, some rows at a time.
+def quantize_rows(weight: Tensor, rounded: Callable[[Tensor], QuantizedMatrix]) -> QuantizedMatrix:
+    """Round a matrix [out, in], some rows at a time.
 
     Args:
-        rounded: returns the values and the scales of some rows, in the shapes of `QuantizedMatrix`.
+        rounded: rounds some rows. Its results have no offsets.
+
+    Raises:
+        ValueError: a weight is NaN or infinite.
     """
-    size_out, size_in = weight.shape
-    values = torch.empty(size_out, size_in, dtype=torch.int8, device=weight.device)
-    scales = torch.empty(size_out, -(-size_in // BLOCK), dtype=scale_dtype, device=weight.device)
+    whole: QuantizedMatrix | None = None
     for rows in parts_of(weight):
-        values[rows], scales[rows] = rounded(weight[rows])
-    return QuantizedMatrix(values, scales, None, bits, weight.dtype)
+        if not weight[rows].isfinite().all():
+            raise ValueError("a weight is NaN or infinite")
+        part = rounded(weight[rows])
+        if whole is None:
+            values, scales = (own.new_empty(len(weight), own.shape[1]) for own in (part.values, part.scales))
+            whole = replace(part, values=values, scales=scales)
+        whole.values[rows], whole.scales[rows] = part.values, part.scales
+    assert whole is not None  # a matrix has rows
+    return whole
 
 
 def parts_of(weight: Tensor) -> Iterator[slice]:
@@ -87,11 +153,11 @@ def parts_of(weight: Tensor) -> Iterator[slice]:
     yield from (slice(first, first + count) for first in range(0, size_out, count))
 
 
-def _int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+def _int8_rows(weight: Tensor) -> QuantizedMatrix:
     size_out, size_in = weight.shape
     blocks = F.pad(weight.float(), (0, -size_in % BLOCK)).view(size_out, -1, BLOCK)
     # Clamped to the range of fp16. A block whose values are too small for an fp16 scale becomes zero.
     scales = (blocks.abs().amax(2) / 127).clamp(max=torch.finfo(torch.float16).max).half()
     exact = scales.float().unsqueeze(2)
     values = torch.where(exact > 0, blocks / exact, 0.0).round().clamp(-127, 127).to(torch.int8)
-    return values.view(size_out, -1)[:, :size_in], scales
+    return QuantizedMatrix(values.view(size_out, -1)[:, :size_in], scales, None, 8, weight.dtype)

@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.core.online_quantization import OnlineFormat
-from paceline.kernels.quantized import BLOCK, QuantizedMatrix, parts_of, quantize_int8, quantize_rows
+from paceline.core.online_quantization import E2M1, OnlineFormat
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8, quantize_rows
 
 _LARGEST_E4M3 = 448.0
 _LARGEST_E2M1 = 6.0
+_GROUPS = 128, 64
+"""Numbers of values that may share a scale if a whole row has the same one."""
 _LEAST_EXPONENT = -127
 """The smallest exponent of a scale in E8M0."""
 _MOST_EXPONENT = 127
@@ -23,28 +25,28 @@ error is found by trying all.
 """
 
 
-def round_matrix(weight: Tensor, form: OnlineFormat) -> Tensor | QuantizedMatrix:
+def round_matrix(weight: Tensor, form: OnlineFormat) -> QuantizedMatrix:
     """Return a matrix [out, in] whose weights are rounded to a format.
 
-    Formats whose codes are whole numbers are returned as codes. Floats of 8 bits are returned as a tensor in the dtype
-    of `weight`, until kernels read them by themselves.
+    Raises:
+        ValueError: a weight is NaN or infinite.
     """
     return _ROUND[form](weight)
 
 
-def round_fp8(weight: Tensor) -> Tensor:
+def round_fp8(weight: Tensor) -> QuantizedMatrix:
     """Round to E4M3, with one fp32 scale for each output, at which the largest magnitude becomes 448."""
-    return _by_rows(weight, _fp8_rows)
+    return quantize_rows(weight, _fp8_rows)
 
 
-def round_mxfp8(weight: Tensor) -> Tensor:
+def round_mxfp8(weight: Tensor) -> QuantizedMatrix:
     """Round to E4M3, with a power of two for each 32 values along `in` (MXFP8 of the Microscaling specification)."""
-    return _by_rows(weight, _mxfp8_rows)
+    return quantize_rows(weight, _mxfp8_rows)
 
 
 def round_mxfp4(weight: Tensor) -> QuantizedMatrix:
     """Round to E2M1, with a power of two for each 32 values along `in` (MXFP4 of the Microscaling specification)."""
-    return quantize_rows(weight, 8, torch.float32, _mxfp4_rows)
+    return quantize_rows(weight, _mxfp4_rows)
 
 
 def round_int4(weight: Tensor) -> QuantizedMatrix:
@@ -52,23 +54,16 @@ def round_int4(weight: Tensor) -> QuantizedMatrix:
 
     Each block gets the scale with the smallest sum of squared errors that a short search finds.
     """
-    return quantize_rows(weight, 4, torch.float16, _int4_rows)
+    return quantize_rows(weight, _int4_rows)
 
 
-_ROUND: Mapping[OnlineFormat, Callable[[Tensor], Tensor | QuantizedMatrix]] = {
+_ROUND: Mapping[OnlineFormat, Callable[[Tensor], QuantizedMatrix]] = {
     "fp8": round_fp8,
     "mxfp8": round_mxfp8,
     "mxfp4": round_mxfp4,
     "int8": quantize_int8,
     "int4": round_int4,
 }
-
-
-def _by_rows(weight: Tensor, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    out = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    for rows in parts_of(weight):
-        out[rows] = rounded(weight[rows])
-    return out
 
 
 def _blocks(rows: Tensor) -> Tensor:
@@ -81,19 +76,27 @@ def _unblocked(blocks: Tensor, size_in: int) -> Tensor:
 
 
 def _to_e4m3(values: Tensor) -> Tensor:
-    """Round fp32 values to the nearest number of E4M3, and larger ones to the largest: fp32."""
-    return values.clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn).float()
+    """Round fp32 values to the nearest number of E4M3, and larger ones to the largest: float8_e4m3fn."""
+    return values.clamp(-_LARGEST_E4M3, _LARGEST_E4M3).to(torch.float8_e4m3fn)
 
 
-def _fp8_rows(rows: Tensor) -> Tensor:
+def _floats(
+    values: Tensor, scales: Tensor, bits: int, dtype: torch.dtype, table: Tensor | None = None
+) -> QuantizedMatrix:
+    return QuantizedMatrix(values, scales, None, bits, dtype, rounding=torch.float32, table=table)
+
+
+def _fp8_rows(rows: Tensor) -> QuantizedMatrix:
     exact = rows.float()
     scales = exact.abs().amax(1, keepdim=True) / _LARGEST_E4M3
     scales = torch.where(scales > 0, scales, 1.0)  # a row of zeros
-    return _to_e4m3(exact / scales) * scales
+    size_in = rows.shape[1]
+    group = next((group for group in _GROUPS if size_in % group == 0), BLOCK)  # other groups would end in padding
+    return _floats(_to_e4m3(exact / scales), scales.expand(-1, -(-size_in // group)), 8, rows.dtype)
 
 
-def _powers(blocks: Tensor, exponent: int) -> Tensor:
-    """Return the scale of each block, fp32 [out, blocks, 1].
+def _exponents(blocks: Tensor, exponent: int) -> Tensor:
+    """Return the exponent of each block's scale, int32 [out, blocks, 1].
 
     The largest magnitude of a block gets about the exponent of the largest number of the elements' format. If it is at
     least 1.75 times a power of two, it counts as the next power of two, as in compressed-tensors: else the largest
@@ -104,29 +107,34 @@ def _powers(blocks: Tensor, exponent: int) -> Tensor:
     """
     mantissa, powers = torch.frexp(blocks.abs().amax(2, keepdim=True))  # the mantissa is from 0.5 to 1
     exponents = powers - 1 + (mantissa >= 0.875).int() - exponent
-    return torch.ldexp(torch.ones_like(mantissa), exponents.clamp(_LEAST_EXPONENT, _MOST_EXPONENT - exponent))
+    return exponents.clamp(_LEAST_EXPONENT, _MOST_EXPONENT - exponent)
 
 
-def _mxfp8_rows(rows: Tensor) -> Tensor:
+def _mxfp8_rows(rows: Tensor) -> QuantizedMatrix:
     blocks = _blocks(rows)
-    scales = _powers(blocks, 8)
-    return _unblocked(_to_e4m3(blocks / scales) * scales, rows.shape[1])
+    exponents = _exponents(blocks, 8)
+    values = _to_e4m3(torch.ldexp(blocks, -exponents))
+    return _floats(_unblocked(values, rows.shape[1]), _stored(exponents), 8, rows.dtype)
 
 
-def _mxfp4_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return twice the rounded values without their scale, int8, and half the scales, fp32 [out, blocks]."""
+def _mxfp4_rows(rows: Tensor) -> QuantizedMatrix:
     blocks = _blocks(rows)
-    scales = _powers(blocks, 2)
-    magnitudes = (blocks / scales).abs().clamp(max=_LARGEST_E2M1)
+    exponents = _exponents(blocks, 2)
+    magnitudes = torch.ldexp(blocks, -exponents).abs().clamp(max=_LARGEST_E2M1)
     # The distance of neighbouring numbers is 1/2 below 2, 1 below 4, and 2 above. Ties go to the even code.
     steps = torch.where(magnitudes < 2, 0.5, torch.where(magnitudes < 4, 1.0, 2.0))
-    doubled = (magnitudes / steps).round() * (2 * steps)
-    values = (doubled * blocks.sign()).to(torch.int8)
-    return _unblocked(values, rows.shape[1]), scales.squeeze(2) / 2
+    rounded = ((magnitudes / steps).round() * steps).flatten(1)
+    table = torch.tensor(E2M1, device=rows.device)
+    codes = torch.bucketize(rounded, table[:8]) + 8 * ((blocks.flatten(1) < 0) & (rounded > 0))
+    return _floats(codes.to(torch.int8)[:, : rows.shape[1]], _stored(exponents), 4, rows.dtype, table)
 
 
-def _int4_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes, int8, and their scales, fp16 [out, blocks]."""
+def _stored(exponents: Tensor) -> Tensor:
+    """Return exponents as bytes of E8M0: uint8 [out, blocks]."""
+    return (exponents.squeeze(2) + 127).to(torch.uint8)
+
+
+def _int4_rows(rows: Tensor) -> QuantizedMatrix:
     blocks = _blocks(rows)
     largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))
     scales, gains = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -142,4 +150,5 @@ def _int4_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     rounded = scales.clamp(-limit, limit).half()
     exact = rounded.float()
     codes = torch.where(exact != 0, blocks / exact, 0.0).round().clamp(-8, 7)
-    return _unblocked(codes.to(torch.int8), rows.shape[1]), rounded.squeeze(2)
+    values = _unblocked(codes.to(torch.int8), rows.shape[1])
+    return QuantizedMatrix(values, rounded.squeeze(2), None, 4, rows.dtype)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -278,19 +279,28 @@ def _stem(name: str) -> str:
 
 
 def _as_matrix(codes: Codes, dtype: torch.dtype) -> QuantizedMatrix:
-    """Return whole numbers as kernels read them, with a scale for each block."""
-    size_in = codes.values.shape[1]
-    blocks = -(-size_in // BLOCK) * (2 if codes.group < BLOCK else 1)
-    rounding, offsets = codes.scales.dtype, codes.offsets
-    repeats = max(1, codes.group // BLOCK)
+    """Return small numbers as kernels read them, with a scale for each block or for several blocks."""
+    blocks = -(-codes.values.shape[1] // BLOCK)
+    rounding, offsets = codes.rounding or codes.scales.dtype, codes.offsets
+    has_floats = codes.table is not None or codes.values.is_floating_point()
+    units = [4 * BLOCK, 2 * BLOCK] if has_floats else []
+    unit = next((unit for unit in units if codes.group % unit == 0), min(BLOCK, codes.group))
+    count, repeats = -(-blocks * BLOCK // unit), codes.group // unit
     # Kernels read scales and offsets of one type: fp16, or fp32, which offsets need.
-    scales = codes.scales if rounding == torch.float16 and offsets is None else codes.scales.float()
-    spread = [
-        None if each is None else each.repeat_interleave(repeats, 1)[:, :blocks].contiguous()
-        for each in (scales, offsets)
-    ]
-    assert spread[0] is not None
-    return QuantizedMatrix(codes.values, spread[0], spread[1], codes.bits, dtype, rounding)
+    is_wide = codes.scales.dtype in _FLOATS and (codes.scales.dtype != torch.float16 or offsets is not None)
+    scales = _spread(codes.scales.float() if is_wide else codes.scales, repeats, count)
+    offsets = None if offsets is None else _spread(offsets, repeats, count)
+    return QuantizedMatrix(
+        codes.values, scales, offsets, codes.bits, dtype, rounding, codes.table, codes.factors
+    )  # fmt: skip
+
+
+def _spread(scales: Tensor, repeats: int, count: int) -> Tensor:
+    """Repeat the scales [out, groups], to be [out, count]. If there are too few, zeros follow."""
+    if repeats > 1:
+        scales = scales.repeat_interleave(repeats, 1)
+    bits = scales.view(torch.uint8) if scales.itemsize == 1 else scales
+    return F.pad(bits, (0, count - bits.shape[1])).view(scales.dtype).contiguous()
 
 
 def refuse_misfits(missing: Sequence[str], misshaped: Sequence[str], surplus: Sequence[str] = ()) -> None:

@@ -7,14 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.kernels.quantized import QuantizedMatrix
 
-Numbers = tuple[Tensor, Tensor, Tensor | None, int]
-"""Values int8 [rows, blocks, elements of a block], scales and offsets [rows, blocks, scales of a block], bits."""
+
+class Numbers(NamedTuple):
+    """The parts of `QuantizedMatrix`, each [rows, blocks, numbers of a block]."""
+
+    values: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bits: int
+    outer: Tensor | None = None
+    outer_offsets: Tensor | None = None
 
 
 def _halves(raw: Tensor, first: int, count: int = 1) -> Tensor:
@@ -38,51 +47,50 @@ def _fifth_bits(raw: Tensor) -> Tensor:
 
 
 def _q4_0(raw: Tensor) -> Numbers:
-    return _nibbles(raw[..., 2:]).to(torch.int8) - 8, _halves(raw, 0), None, 4
+    return Numbers(_nibbles(raw[..., 2:]).to(torch.int8) - 8, _halves(raw, 0), None, 4)
 
 
 def _q4_1(raw: Tensor) -> Numbers:
-    return _nibbles(raw[..., 4:]).to(torch.int8), _halves(raw, 0), _halves(raw, 2), 4
+    return Numbers(_nibbles(raw[..., 4:]).to(torch.int8), _halves(raw, 0), _halves(raw, 2), 4)
 
 
 def _q5_0(raw: Tensor) -> Numbers:
-    return (_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])).to(torch.int8) - 16, _halves(raw, 0), None, 8
+    return Numbers((_nibbles(raw[..., 6:]) | _fifth_bits(raw[..., 2:6])).to(torch.int8) - 16, _halves(raw, 0), None, 5)
 
 
 def _q5_1(raw: Tensor) -> Numbers:
     values = _nibbles(raw[..., 8:]) | _fifth_bits(raw[..., 4:8])
-    return values.to(torch.int8), _halves(raw, 0), _halves(raw, 2), 8
+    return Numbers(values.to(torch.int8), _halves(raw, 0), _halves(raw, 2), 5)
 
 
 def _q8_0(raw: Tensor) -> Numbers:
-    return raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0), None, 8
+    return Numbers(raw[..., 2:].contiguous().view(torch.int8), _halves(raw, 0), None, 8)
 
 
-def _k_scales(raw: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp32 scales and offsets for eight parts of 32 values, from two fp16 and twelve bytes of 6-bit numbers."""
+def _with_k_scales(values: Tensor, raw: Tensor, bits: int) -> Numbers:
+    """Return values with the scales and offsets of eight parts, from two fp16 and twelve bytes of 6-bit numbers."""
     mixed_bits, low, high = raw[..., 4:8], raw[..., 8:12], raw[..., 12:16]
     scales = torch.cat((mixed_bits & 63, high & 15 | mixed_bits >> 6 << 4), dim=-1)
     offsets = torch.cat((low & 63, high >> 4 | low >> 6 << 4), dim=-1)
-    return _halves(raw, 0).float() * scales, -_halves(raw, 2).float() * offsets
+    return Numbers(values.char(), scales.char(), offsets.char(), bits, _halves(raw, 0), -_halves(raw, 2))
 
 
 def _q4_k(raw: Tensor) -> Numbers:
-    values = _nibbles(_split(raw[..., 16:], 4, 32)).flatten(-2)
-    return values.to(torch.int8), *_k_scales(raw), 4
+    return _with_k_scales(_nibbles(_split(raw[..., 16:], 4, 32)).flatten(-2), raw, 4)
 
 
 def _q5_k(raw: Tensor) -> Numbers:
     values = _split(_nibbles(_split(raw[..., 48:], 4, 32)), 2, 32).flatten(-3, -2)
     fifth = raw[..., None, 16:48] >> torch.arange(8, dtype=torch.uint8).unsqueeze(1) & 1
-    return (values | fifth << 4).flatten(-2).to(torch.int8), *_k_scales(raw), 8
+    return _with_k_scales((values | fifth << 4).flatten(-2), raw, 5)
 
 
 def _q6_k(raw: Tensor) -> Numbers:
     low = _split(raw[..., :128], 2, 1, 64)
     high = _split(raw[..., 128:192], 2, 1, 32) >> torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8) & 3
     values = _split(_nibbles(low), 4, 32).squeeze(-3) | high << 4
-    scales = raw[..., 192:208].contiguous().view(torch.int8).float() * _halves(raw, 208).float()
-    return values.flatten(-3).to(torch.int8) - 32, scales, None, 8
+    scales = raw[..., 192:208].contiguous().view(torch.int8)
+    return Numbers(values.flatten(-3).to(torch.int8) - 32, scales, None, 6, _halves(raw, 208))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,13 @@ class BlockMatrix:
     def decode(self) -> QuantizedMatrix:
         """Return the same matrix as whole numbers with scales, without loss."""
         block = BLOCK_TYPES[self.type_name]
-        values, scales, offsets, bits = block.decode(self.raw.view(len(self.raw), -1, block.bytes))
-        flat_offsets = None if offsets is None else offsets.flatten(1)
-        return QuantizedMatrix(values.flatten(1), scales.flatten(1), flat_offsets, bits, self.dtype)
+        found = block.decode(self.raw.view(len(self.raw), -1, block.bytes))
+        values, scales, offsets, outer, outer_offsets = (
+            None if part is None else part.flatten(1)
+            for part in (found.values, found.scales, found.offsets, found.outer, found.outer_offsets)
+        )
+        assert values is not None
+        assert scales is not None
+        return QuantizedMatrix(
+            values, scales, offsets, found.bits, self.dtype, outer=outer, outer_offsets=outer_offsets
+        )

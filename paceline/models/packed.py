@@ -36,7 +36,7 @@ class Pack(Protocol):
     def __call__(self, name: str, weight: Matrix, /) -> PackedWeight: ...
 
 
-PACKING = 1
+PACKING = 2
 """Version of the packing, which is a part of the name that `packed_weights` gets. Raise it when models name, cut or
 order their matrices in another way, or a weight format reads them in another way, so that they are packed again.
 """

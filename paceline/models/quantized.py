@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.config import WeightForm
+from paceline.core.errors import ModelError
 from paceline.core.online_quantization import OnlineQuantization
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
@@ -48,7 +49,11 @@ class Packer:
         return "" if self.weight_form == "none" else f"-{self.weight_form}"
 
     def __call__(self, name: str, weight: Matrix, allocate: Allocate | None = None) -> PackedWeight:
-        """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized."""
+        """Pack the matrix of this name; see `Kernels.pack`. Matrices of heads are never quantized.
+
+        Raises:
+            ModelError: a matrix with NaN or infinity cannot be rounded.
+        """
         if isinstance(weight, BlockMatrix):
             if self.weight_form == "gguf":
                 return self.kernels.pack(weight.decode(), allocate)
@@ -63,7 +68,10 @@ class Packer:
         if not isinstance(self.weight_form, OnlineQuantization) or weight.dim() != 2 or weight.is_meta:
             return weight
         found = self.weight_form.format_of(name)
-        return weight if found is None else round_matrix(weight, found)
+        try:
+            return weight if found is None else round_matrix(weight, found)
+        except ValueError as error:
+            raise ModelError(f"{name} cannot be rounded to {found}: {error}; choose --quantization none") from error
 
     def without_data(self, weight: Matrix) -> PackedWeight:
         """Return the packed matrix that a call would return, but on the meta device and without a format."""

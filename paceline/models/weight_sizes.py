@@ -47,5 +47,5 @@ def weight_sizes(folder: Path, form: WeightForm, dtype: str) -> Mapping[str, int
         if rounded is None:
             sizes[dtype] += math.prod(shape) * _ITEMSIZES[dtype]
         else:
-            sizes[rounded] += rounded_bytes(math.prod(shape), rounded, _ITEMSIZES[dtype])
+            sizes[rounded] += rounded_bytes(math.prod(shape), rounded)
     return dict(sizes.most_common())

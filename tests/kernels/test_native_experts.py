@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bench.kernels import quantize_q4_1
+from bench.small_floats import quantize_fp8, quantize_mxfp4
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerState
@@ -65,12 +66,12 @@ def near(found: Tensor, wanted: Tensor, tolerance: float) -> None:
     assert (found.float() - wanted.float()).norm() <= tolerance * wanted.float().norm()
 
 
-QUANTIZE = {"int8": quantize_int8, "q4_1": quantize_q4_1}
+QUANTIZE = {"int8": quantize_int8, "q4_1": quantize_q4_1, "mxfp4": quantize_mxfp4, "fp8": quantize_fp8}
 
 
 @SETS
 @pytest.mark.parametrize(
-    ("how", "dtype"), [("int8", torch.bfloat16), ("q4_1", torch.bfloat16), ("int8", torch.float32)], ids=str
+    ("how", "dtype"), [*((how, torch.bfloat16) for how in QUANTIZE), ("int8", torch.float32)], ids=str
 )
 @pytest.mark.parametrize("tokens", [1, 90])
 def test_quantized_experts(name: str, dtype: torch.dtype, how: str, tokens: int) -> None:
@@ -95,16 +96,19 @@ def test_matrices_of_a_layer_may_have_different_forms(name: str, tokens: int) ->
         turns = cycle(packs)
         return lambda weight: next(turns)(weight)
 
-    # Compressed where the instruction set does this, not compressed, and quantized. With four experts, each matrix of
-    # an expert has another form.
-    own = cycled(kernels.pack, whole.pack, lambda weight: kernels.pack(quantize_int8(weight)))
-    plain = cycled(REFERENCE.pack, REFERENCE.pack, lambda weight: REFERENCE.pack(quantize_int8(weight)))
-    mixed, wanted = pack_experts(kernels, own, 4, 96, 64), pack_experts(REFERENCE, plain, 4, 96, 64)
+    # Compressed where the instruction set does this, not compressed, quantized, and quantized but not multiplied in
+    # integers. With five experts, each matrix of an expert has another form.
+    quantizers = (quantize_int8, quantize_fp8)
+    own = cycled(kernels.pack, whole.pack, *(lambda weight, how=how: kernels.pack(how(weight)) for how in quantizers))
+    plain = cycled(
+        REFERENCE.pack, REFERENCE.pack, *(lambda weight, how=how: REFERENCE.pack(how(weight)) for how in quantizers)
+    )
+    mixed, wanted = pack_experts(kernels, own, 5, 96, 96), pack_experts(REFERENCE, plain, 5, 96, 96)
     formats = {weight.format for weight in (*mixed.gate, *mixed.up, *mixed.down)}
-    assert len(formats) == (3 if name in COMPRESSING else 2)
+    assert len(formats) == (4 if name in COMPRESSING else 3)
     assert (COMPRESSED in formats) == (name in COMPRESSING)
     x = random(tokens, 96, dtype=torch.bfloat16)
-    ids, weights = choice(tokens, 4, 3)
+    ids, weights = choice(tokens, 5, 3)
     near(kernels.experts(x, ids, weights, mixed), REFERENCE.experts(x, ids, weights, wanted), 0.02)
 
 
@@ -118,7 +122,7 @@ def test_a_row_has_the_same_bits_in_any_batch_and_with_any_threads(name: str, da
     top_k, tokens = data.draw(st.integers(1, experts)), data.draw(st.sampled_from([2, 9, 17, 40]))
     hidden, inner = data.draw(st.integers(1, 80)), data.draw(st.integers(1, 80))
     activation = data.draw(st.sampled_from(["silu", "gelu_tanh", "clamped_swiglu"]))
-    if how == "q4_1":
+    if how in ("q4_1", "mxfp4", "fp8"):
         hidden, inner = 32 * -(-hidden // 32), 32 * -(-inner // 32)
     x = random(tokens, hidden, dtype=dtype)
     ids, weights = choice(tokens, experts, top_k)

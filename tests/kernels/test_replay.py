@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from bench.kernels import quantize_q4_1
+from bench.small_floats import quantize_fp8
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerCache
@@ -336,6 +337,29 @@ def test_layers_of_one_input_are_computed_together_with_the_same_bits(
         # At most four are joined, and operations that are not quantized stay separate.
         assert kernels.joined[1:7] == ([3, 0, 0, 0, 1, 0] if quantize is None else [3, 0, 0, 0, 0, 0])
         assert torch.equal(replayed, forward(inputs))
+
+
+@pytest.mark.parametrize("instruction_set", instruction_sets())
+def test_layers_of_one_input_are_not_joined_if_only_some_are_multiplied_in_integers(
+    paged_case: Callable[..., Any], instruction_set: str
+) -> None:
+    kernels = CountingOperations(1, instruction_set)
+    embedding = kernels.pack(torch.randn(99, 96).bfloat16())
+    weights = [kernels.pack(how(torch.randn(60, 96).bfloat16())) for how in (quantize_int8, quantize_fp8) * 2]
+
+    def forward(inputs: ForwardInputs) -> Tensor:
+        x = kernels.embed(inputs.token_ids, embedding)
+        first, *others = [kernels.linear(x, own) for own in weights]
+        for other in others:
+            first = kernels.silu_and_mul(first, other)
+        return first
+
+    ids = torch.arange(7)
+    case = paged_case(kernels, [(2, 30)])
+    inputs = ForwardInputs(ids, ids, [case.cache], case.batch)
+    replayed = kernels.compile(forward)(inputs)
+    assert kernels.joined[1:5] == [0, 0, 0, 0]
+    assert torch.equal(replayed, forward(inputs))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from paceline.core.online_quantization import ONLINE_FORMATS
-from paceline.kernels.quantized import QuantizedMatrix
 from paceline.kernels.rounding import round_fp8, round_int4, round_matrix, round_mxfp4, round_mxfp8
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -68,15 +68,16 @@ def test_mxfp4_has_the_nearest_numbers(dtype: torch.dtype) -> None:
 
 def test_mxfp8_has_the_nearest_numbers() -> None:
     matrix = random_matrix()
-    assert torch.equal(round_mxfp8(matrix).double(), in_blocks(matrix, power_scales(8), E4M3))
+    assert torch.equal(round_mxfp8(matrix).dequantize().double(), in_blocks(matrix, power_scales(8), E4M3))
 
 
 def test_fp8_has_the_nearest_numbers_with_a_scale_for_each_output() -> None:
     matrix = random_matrix(dtype=torch.float32)
     scales = matrix.abs().amax(1, keepdim=True) / 448
     scales[3] = 1
-    assert torch.equal(round_fp8(matrix), (nearest(matrix / scales, E4M3).float() * scales))
-    assert round_fp8(matrix).abs().amax(1).allclose(matrix.abs().amax(1))
+    rounded = round_fp8(matrix).dequantize()
+    assert torch.equal(rounded, (nearest(matrix / scales, E4M3).float() * scales))
+    assert rounded.abs().amax(1).allclose(matrix.abs().amax(1))
 
 
 def test_ties_go_to_the_even_code() -> None:
@@ -90,8 +91,8 @@ def test_ties_go_to_the_even_code() -> None:
 )
 def test_a_block_is_cut_by_less_than_it_is_rounded(largest: float, scale: float) -> None:
     rounded = round_mxfp4(torch.full((1, 32), largest))
-    assert rounded.scales.item() * 2 == scale
-    assert round_mxfp8(torch.full((1, 32), 448.0)).unique().item() == 448
+    assert rounded.whole_scales().item() == scale
+    assert round_mxfp8(torch.full((1, 32), 448.0)).dequantize().unique().item() == 448
 
 
 def test_int4_searches_the_scale_of_each_block() -> None:
@@ -117,8 +118,7 @@ ERRORS = {"fp8": 0.028, "mxfp8": 0.028, "mxfp4": 0.13, "int8": 0.009, "int4": 0.
 @pytest.mark.parametrize("columns", [64, 200])
 def test_the_error_is_that_of_the_format(form: str, columns: int) -> None:
     matrix = torch.randn(64, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rounded = round_matrix(matrix, form)  # type: ignore[arg-type]
-    whole = rounded.dequantize() if isinstance(rounded, QuantizedMatrix) else rounded
+    whole = round_matrix(matrix, form).dequantize()  # type: ignore[arg-type]
     assert whole.dtype == matrix.dtype
     assert whole.shape == matrix.shape
     error = ((whole - matrix).float().norm() / matrix.float().norm()).item()
@@ -128,8 +128,7 @@ def test_the_error_is_that_of_the_format(form: str, columns: int) -> None:
 @pytest.mark.parametrize("form", ONLINE_FORMATS)
 def test_rounding_in_parts_changes_nothing(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded() -> Tensor:
-        found = round_matrix(random_matrix(), form)  # type: ignore[arg-type]
-        return found.dequantize() if isinstance(found, QuantizedMatrix) else found
+        return round_matrix(random_matrix(), form).dequantize()  # type: ignore[arg-type]
 
     whole = rounded()
     monkeypatch.setattr("paceline.kernels.quantized._AT_A_TIME", 7 * 200)
@@ -140,4 +139,13 @@ def test_rounding_in_parts_changes_nothing(form: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("value", [torch.finfo(torch.bfloat16).max, 2.0**-133])
 def test_extreme_weights_stay_finite(form: str, value: float) -> None:
     found = round_matrix(torch.full((2, 64), value, dtype=torch.bfloat16), form)  # type: ignore[arg-type]
-    assert (found.dequantize() if isinstance(found, QuantizedMatrix) else found).isfinite().all()
+    assert found.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("form", ONLINE_FORMATS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused(form: str, value: float) -> None:
+    matrix = random_matrix()
+    matrix[20, 199] = value
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        round_matrix(matrix, form)  # type: ignore[arg-type]

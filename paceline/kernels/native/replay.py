@@ -23,6 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.interface import Forward, ForwardInputs, run_with_states
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
+from paceline.kernels.native.tiles import must_unpack
 
 RECORDED_TOKENS = 2
 """Number of tokens in the pass that is recorded. A pass of one token would not show the stride of rows."""
@@ -104,11 +105,11 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
     )
 
 
-def _form(op: Op) -> tuple[bool, bool]:
-    """Return whether the operation's weights have a special format, and whether they are compressed. All operations of
-    a job have the same form.
+def _form(op: Op) -> tuple[bool, bool, bool]:
+    """Return whether the operation's weights have a special format, whether they are compressed, and whether they are
+    always unpacked. All operations of a job have the same form.
     """
-    return op.format != 0, op.format == COMPRESSED
+    return op.format != 0, op.format == COMPRESSED, must_unpack(op.format)
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,63 +14,184 @@ _ROWS = 1024 * LANES
 """Number of outputs that are packed at a time. The matrix of a vocabulary has too many outputs to be packed at once."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
 HALF, UNROUNDED = 256, 512
-_ALL = EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED
+TABLE, WHOLE_NUMBERS, HALVES, FLOATS = 1024, 2048, 4096, 8192
+POWER_SCALES, FLOAT_SCALES = 16384, 32768
+FIVE_BITS, SIX_BITS, BYTE_SCALES, SIX_BIT_SCALES = 65536, 131072, 262144, 524288
+_SPAN_SHIFT = 20
+"""The exponent of 2 of the number of blocks in a tile is in two bits from this one on."""
+_ALL = (
+    (EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED)
+    | (TABLE | WHOLE_NUMBERS | HALVES | FLOATS | POWER_SCALES | FLOAT_SCALES)
+    | (FIVE_BITS | SIX_BITS | BYTE_SCALES | SIX_BIT_SCALES)
+    | 3 << _SPAN_SHIFT
+)
+_HEAD_BYTES = 192
+"""Bytes of `Head` of src/layout.h."""
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
-    blocks = -(-matrix.shape[1] // BLOCK)
-    one_scale, is_narrow = matrix.scales.shape[1] == blocks, matrix.bits == 4
+    is_plain = matrix.table is None and matrix.values.dtype == torch.int8
+    one_scale, is_narrow = matrix.group >= BLOCK, matrix.bits == 4 and is_plain
     rows = instruction_set == "amx" and matrix.dtype == torch.bfloat16 and is_narrow and one_scale
     return (
         BLOCKS
         + ROWS * rows
         + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
-        + EIGHT_BITS * (matrix.bits == 8)
-        + WIDE_SCALES * (matrix.scales.dtype == torch.float32)
+        + {4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}[matrix.bits]
+        + FLOATS * (matrix.values.dtype == torch.float8_e4m3fn)
+        + (0 if matrix.table is None else _table_format(matrix.table))
+        + _scales_format(matrix, rows)
         + OFFSETS * (matrix.offsets is not None)
         + TWO_SCALES * (not one_scale)
         + HALF * (matrix.rounding == torch.float16)
         + UNROUNDED * (matrix.rounding == torch.float32)
+        + (_span_exponent(matrix, rows) << _SPAN_SHIFT)
     )
+
+
+def _has_outer(matrix: QuantizedMatrix, rows: bool) -> bool:
+    """Return whether tiles keep the outer numbers of scales. The kernels for nibbles in `ROWS` do not read them."""
+    return matrix.outer is not None and not rows
+
+
+def _scales_format(matrix: QuantizedMatrix, rows: bool) -> int:
+    if _has_outer(matrix, rows):
+        return BYTE_SCALES if matrix.offsets is None else SIX_BIT_SCALES
+    return WIDE_SCALES if matrix.outer is not None else _SCALES_OF[matrix.scales.dtype]
+
+
+def _span_exponent(matrix: QuantizedMatrix, rows: bool) -> int:
+    """Return the exponent of 2 of the number of blocks of a tile."""
+    if _has_outer(matrix, rows):
+        return 3
+    return max(matrix.group // BLOCK, 1).bit_length() - 1
+
+
+_SCALES_OF = {
+    torch.float16: 0,
+    torch.float32: WIDE_SCALES,
+    torch.uint8: POWER_SCALES,
+    torch.float8_e4m3fn: FLOAT_SCALES,
+}
+"""The part of a format that tells the dtype of scales."""
+
+
+def _table_format(table: Tensor) -> int:
+    """Return the part of a format that tells what numbers a table has: whole ones, or halves of whole ones."""
+    for factor, kind in ((1, WHOLE_NUMBERS), (2, HALVES)):
+        whole = table * factor
+        if bool((whole == whole.round()).all()) and float(whole.abs().max()) <= 127:
+            return TABLE + kind
+    return TABLE
+
+
+def must_unpack(tile_format: int) -> bool:
+    """Return whether no instruction set multiplies tiles of this format in integers."""
+    return bool(tile_format & FLOATS or (tile_format & TABLE and not tile_format & (WHOLE_NUMBERS | HALVES)))
 
 
 def tiles_bytes(tile_format: int, size_out: int, size_in: int) -> int:
     """Return the number of bytes that `pack_tiles` writes for a matrix [size_out, size_in]; 0 for an unknown format."""
     if not tile_format & BLOCKS or tile_format & ~_ALL:
         return 0
-    groups, blocks = -(-size_out // LANES), -(-size_in // BLOCK)
-    code_bytes = BLOCK if tile_format & EIGHT_BITS else BLOCK // 2
+    span = _span(tile_format)
+    groups, tiles = -(-size_out // LANES), -(-size_in // (BLOCK * span))
+    code_bytes = BLOCK // 8 * _bits(tile_format)
     scales = (2 if tile_format & TWO_SCALES else 1) + (1 if tile_format & OFFSETS else 0)
-    return groups * LANES * blocks * (code_bytes + scales * (4 if tile_format & WIDE_SCALES else 2))
+    narrow = tile_format & (POWER_SCALES | FLOAT_SCALES)
+    of_scale = 1 if narrow else 4 if tile_format & WIDE_SCALES else 2
+    of_scales = scales * of_scale
+    if tile_format & BYTE_SCALES:
+        of_scales = scales * span + 2
+    elif tile_format & SIX_BIT_SCALES:
+        of_scales = 3 * span // 2 + 4
+    return _head_bytes(tile_format) + groups * LANES * tiles * (span * code_bytes + of_scales)
+
+
+def _bits(tile_format: int) -> int:
+    """Return the bits of a code."""
+    return next((bits for kind, bits in ((EIGHT_BITS, 8), (SIX_BITS, 6), (FIVE_BITS, 5)) if tile_format & kind), 4)
+
+
+def _span(tile_format: int) -> int:
+    """Return the number of blocks of a tile."""
+    return 1 << (tile_format >> _SPAN_SHIFT & 3)
+
+
+def _head_bytes(tile_format: int) -> int:
+    return _HEAD_BYTES if tile_format & (TABLE | FLOAT_SCALES) else 0
 
 
 def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
-    """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each."""
-    done = 0
+    """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each, or the blocks of one
+    scale.
+    """
+    done = _head_bytes(tile_format)
+    if done:
+        to[:done] = _head(matrix, tile_format)
+    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES):
+        matrix = matrix.flattened()
     for first in range(0, matrix.shape[0], _ROWS):
         tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
         to[done : done + len(tiles)] = tiles
         done += len(tiles)
 
 
+def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
+    """Return the `Head` of src/layout.h for a matrix: uint8 [_HEAD_BYTES]."""
+    table = torch.zeros(LANES) if matrix.table is None else matrix.table
+    factors = torch.ones(2) if matrix.factors is None else matrix.factors
+    whole = table * (2 if tile_format & HALVES else 1 if tile_format & WHOLE_NUMBERS else 0)
+    parts = (table, whole.to(torch.int16).repeat(2), whole.to(torch.int8).repeat(2), factors)
+    head = torch.cat([part.contiguous().view(torch.uint8) for part in parts])
+    return F.pad(head, (0, _HEAD_BYTES - len(head)))
+
+
 def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     size_out, size_in = matrix.shape
-    padding = (0, -size_in % BLOCK, 0, -size_out % LANES)
-    values = F.pad(matrix.values, padding)
-    if matrix.bits == 4:
-        nibbles = (values + (0 if matrix.offsets is not None else 8)).to(torch.uint8)
-        pack = _nibble_rows if tile_format & ROWS else _wide_nibbles if tile_format & WIDE_WORDS else _nibbles
-        codes = pack(nibbles)
-    else:
+    span = _span(tile_format)
+    padding = (0, -size_in % (BLOCK * span), 0, -size_out % LANES)
+    values = F.pad(matrix.values.view(torch.int8), padding)
+    if matrix.bits == 8:
         codes = _bytes(values)
-    parts = [codes, _by_tile(matrix.scales, codes.shape[1])]
-    if matrix.offsets is not None:
-        parts.append(_by_tile(matrix.offsets, codes.shape[1]))
-    tiles = torch.cat(parts, dim=2)
+    else:
+        has_bias = matrix.offsets is None and matrix.table is None
+        unsigned = (values + (1 << matrix.bits - 1) * has_bias).to(torch.uint8)
+        pack = _nibble_rows if tile_format & ROWS else _wide_nibbles if tile_format & WIDE_WORDS else _nibbles
+        codes = pack(unsigned & 15)
+        if matrix.bits > 4:
+            codes = torch.cat((codes, _more_bits(unsigned >> 4, matrix.bits - 4)), dim=2)
+    count = codes.shape[1] // span
+    codes = codes.view(len(codes), count, -1)
+    tiles = torch.cat((codes, *_scale_parts(matrix, tile_format, count)), dim=2)
     paired = len(tiles) // 2 * 2
     pairs = tiles[:paired].view(-1, 2, *tiles.shape[1:]).transpose(1, 2)
     return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
+
+
+def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[Tensor]:
+    """Return what follows the codes in `count` tiles of each sixteen outputs: bytes [out / 16, count, ...]."""
+    if tile_format & SIX_BIT_SCALES:
+        assert matrix.offsets is not None
+        scales, offsets = matrix.scales.view(torch.uint8), matrix.offsets.view(torch.uint8)
+        high = scales >> 4 | offsets >> 4 << 2
+        numbers = [scales & 15 | (offsets & 15) << 4, high[:, ::2] | high[:, 1::2] << 4]
+    else:
+        numbers = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
+    outer = [each for each in (matrix.outer, matrix.outer_offsets) if each is not None]
+    return [_by_tile(each, count) for each in (*numbers, *outer)]
+
+
+def _more_bits(high: Tensor, bits: int) -> Tensor:
+    """Pack the bits above nibbles, uint8 [out, in], into bytes [out / 16, in / 32, 64 * bits]."""
+    count = 16 // bits  # of a word of 16 bits
+    parts = high.view(-1, LANES, high.shape[1] // BLOCK, bits, count, 2).to(torch.int32)
+    words = sum(parts[..., place, :] << place * bits for place in range(count))
+    assert isinstance(words, Tensor)
+    # A word as two bytes, the lower one first: [tiles, blocks, words, outputs, 2 of a pair, 2 bytes]
+    both = torch.stack((words & 255, words >> 8), -1).to(torch.uint8).permute(0, 2, 3, 1, 4, 5)
+    return both.reshape(len(both), both.shape[1], -1)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
@@ -100,8 +221,9 @@ def _bytes(values: Tensor) -> Tensor:
     return parts.permute(0, 2, 3, 1, 4).reshape(len(parts), -1, LANES * BLOCK)
 
 
-def _by_tile(scales: Tensor, blocks: int) -> Tensor:
-    """Pack scales or offsets [out, blocks * n] into bytes [out / 16, blocks, n * 16 * itemsize]."""
-    padded = F.pad(scales, (0, 0, 0, -scales.shape[0] % LANES))
-    parts = padded.view(-1, LANES, blocks, padded.shape[1] // blocks).permute(0, 2, 3, 1)
-    return parts.reshape(len(parts), blocks, -1).contiguous().view(torch.uint8)
+def _by_tile(scales: Tensor, tiles: int) -> Tensor:
+    """Pack scales or offsets [out, tiles * n] into bytes [out / 16, tiles, n * 16 * itemsize]."""
+    bits = scales.view(torch.uint8) if scales.itemsize == 1 else scales
+    padded = F.pad(bits, (0, 0, 0, -scales.shape[0] % LANES))
+    parts = padded.view(-1, LANES, tiles, padded.shape[1] // tiles).permute(0, 2, 3, 1)
+    return parts.reshape(len(parts), tiles, -1).contiguous().view(torch.uint8)

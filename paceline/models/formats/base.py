@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from paceline.core.errors import ModelError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Json = Mapping[str, Any]
@@ -35,19 +36,25 @@ class StoredTensor(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A matrix of small whole numbers: a weight is value * scale + offset, rounded to the dtype of the
-    scales."""
+    """A matrix of small numbers: a weight is value * scale + offset, rounded."""
 
     values: Tensor
-    """int8 [out, in], as `QuantizedMatrix.values`."""
+    """[out, in], as `QuantizedMatrix.values`."""
     scales: Tensor
-    """[out, groups], fp16, bf16 or fp32. All groups have `group` values along `in`, but the last may have fewer."""
+    """[out, groups], fp16, bf16 or fp32. All groups have `group` values along `in`, but the last may have fewer. With a
+    table, and for floats, they may also be uint8 or float8_e4m3fn, as `QuantizedMatrix.scales`.
+    """
     offsets: Tensor | None
     """fp32, in the shape of the scales; None if weights have no offset. fp32 scales never have offsets."""
     bits: int
     """Bits of each value: 4 or 8."""
     group: int
     """Number of values along `in` that share a scale: 16, or a multiple of 32."""
+    table: Tensor | None = None
+    factors: Tensor | None = None
+    """`QuantizedMatrix.table` and `factors`."""
+    rounding: torch.dtype | None = None
+    """The dtype to which weights are rounded; None for that of the scales."""
 
 
 class WeightFormat(Protocol):
@@ -139,6 +146,38 @@ def spread(scales: Tensor, block: Sequence[int], shape: Sequence[int]) -> Tensor
     for dim, (count, size) in enumerate(zip(block, shape)):
         scales = scales.repeat_interleave(count, dim).narrow(dim, 0, size)
     return scales
+
+
+def floats_of_8_bits(
+    floats: Tensor, scales: Tensor, block: Sequence[int], rounding: torch.dtype | None = None
+) -> Codes | Tensor:
+    """Return a matrix of floats of 8 bits (E4M3) with a scale for each block.
+
+    Args:
+        scales: [blocks along out, blocks along in], as `Codes.scales`, but not float8_e4m3fn.
+        block: outputs and values along `in` of one block.
+        rounding: `Codes.rounding`.
+    """
+    size_out = len(floats)
+    rows, group = min(block[0], size_out), block[1]
+    if (group == 16 or group % 32 == 0) and not has_nan(floats):
+        scales = scales.repeat_interleave(rows, 0)[:size_out]
+        return Codes(floats, scales, None, 8, group, rounding=rounding or scales.dtype)
+    if not scales.is_floating_point():
+        return floats.float() * spread(powers(scales), block, floats.shape)
+    return floats.to(scales.dtype) * spread(scales, block, floats.shape)
+
+
+def has_nan(floats: Tensor) -> bool:
+    """Return whether any element of a tensor in float8_e4m3fn is NaN."""
+    return bool(floats.isnan().any())
+
+
+def powers(exponents: Tensor) -> Tensor:
+    """Return 2 ** (exponent - 127), fp32, for exponents in uint8 (E8M0)."""
+    import torch  # here, because processes without torch read configs
+
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def unpack_words(packed: Tensor, bits: int, bias: int) -> Tensor:

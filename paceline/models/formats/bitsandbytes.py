@@ -78,7 +78,7 @@ class BitsAndBytes:
         scales = tensors["largest"][:, None] * _SCALE_OF_ROW
         return Codes(tensors["codes"], scales, None, 8, -(-shape[1] // 32) * 32)
 
-    def _decode_4_bits(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def _decode_4_bits(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
         import torch  # here, because processes without torch read configs
 
         state = self._state(matrix, tensors["state"])
@@ -91,8 +91,12 @@ class BitsAndBytes:
             raise refuse(self.name, f"but {matrix} has {len(scales)} scales for blocks of {block} weights")
         codes = tensors["codes"].contiguous().view(torch.uint8).flatten()
         pairs = torch.stack((codes >> 4, codes & 15), 1).flatten()[:size]
-        weights = tensors["map"][pairs.int()] * scales.repeat_interleave(min(block, size))[:size]
         dtype = {"float16": torch.float16, "bfloat16": torch.bfloat16}.get(str(state.get("dtype")), torch.float32)
+        if block % 32 == 0 and shape[1] % block == 0:
+            # Each row has whole blocks.
+            values, by_row = pairs.char().view(shape), scales.view(shape[0], -1)
+            return Codes(values, by_row, None, 4, block, tensors["map"], rounding=dtype)
+        weights = tensors["map"][pairs.int()] * scales.repeat_interleave(min(block, size))[:size]
         return weights.to(dtype).view(shape)
 
     def _scales(self, matrix: str, tensors: Mapping[str, Tensor], state: Json) -> Tensor:

@@ -20,11 +20,11 @@ from paceline.models.formats.base import (
     StoredTensor,
     checked_groups,
     count_field,
+    floats_of_8_bits,
     groups_of,
     is_in_order,
     object_field,
     refuse,
-    spread,
     unpack_words,
     with_zeros,
 )
@@ -264,13 +264,16 @@ class _Float8:
             "floats": StoredTensor(f"{matrix}.weight", shape, FLOAT8),
         }
 
-    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        scales = tensors["scale"]
-        if not scales.is_floating_point():
-            scales = mx.powers(scales).bfloat16()
-        if self._strategy in ("block", "group"):
-            scales = spread(scales, self._block, shape)
-        return tensors["floats"].to(scales.dtype) * scales
+    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
+        import torch  # here, because processes without torch read configs
+
+        scales, whole = tensors["scale"], (shape[0], -(-shape[1] // 32) * 32)
+        block = {"tensor": whole, "channel": (1, whole[1])}.get(self._strategy, self._block)
+        # Powers of two become bf16 in the format's own library, and so do the weights.
+        rounding = scales.dtype if scales.is_floating_point() else torch.bfloat16
+        return floats_of_8_bits(
+            tensors["floats"], scales.view(1, 1) if self._strategy == "tensor" else scales, block, rounding
+        )
 
 
 class _NvFp4:
@@ -290,10 +293,12 @@ class _NvFp4:
             "whole": StoredTensor(f"{matrix}.weight_global_scale", (1,), FLOATS),
         }
 
-    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
-        values = mx.floats_of_4_bits(tensors["packed"], shape[1])
-        scales = tensors["scale"].bfloat16() / tensors["whole"]
-        return (values * spread(scales, (1, 16), shape)).bfloat16()
+    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
+        import torch  # here, because processes without torch read configs
+
+        return mx.decode_nvfp4(
+            tensors["packed"], tensors["scale"], tensors["whole"], shape[1], divides=True, rounding=torch.bfloat16
+        )
 
 
 class _MxFp4:

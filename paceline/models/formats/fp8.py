@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.models.formats.base import FLOAT8, FLOATS, Json, StoredTensor, refuse, spread
+from paceline.models.formats.base import FLOAT8, FLOATS, Codes, Json, StoredTensor, floats_of_8_bits, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,9 +41,10 @@ class Float8:
     def weights_in(self, tensor: str, dtype: str, shape: Sequence[int]) -> int:
         return 0 if tensor.endswith((*self.marks, *self.unread)) else 1
 
-    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
         found = [tensors[ending] for ending in ("weight_scale_inv", "weight_scale") if ending in tensors]
         if len(found) != 1:
             raise refuse(self.name, f"but {matrix} has not one tensor of scales")
         scales = found[0].float()
-        return tensors["floats"].float() * (scales if self._block is None else spread(scales, self._block, shape))
+        block = (shape[0], -(-shape[1] // 32) * 32) if self._block is None else self._block
+        return floats_of_8_bits(tensors["floats"], scales.view(1, 1) if self._block is None else scales, block)

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from paceline.models.formats import mx
-from paceline.models.formats.base import BYTES, FLOAT8, FLOATS, Json, StoredTensor, count_field, refuse, spread
+from paceline.models.formats.base import (
+    BYTES,
+    FLOAT8,
+    FLOATS,
+    Codes,
+    Json,
+    StoredTensor,
+    count_field,
+    floats_of_8_bits,
+    refuse,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,8 +57,12 @@ class ModelOpt:
             return 0
         return 2 if dtype == "U8" else 1
 
-    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    def decode(self, matrix: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes | Tensor:
+        import torch  # here, because processes without torch read configs
+
         if not self._is_fp4:
-            return tensors["floats"].float() * tensors["scale"].float()
-        scales = tensors["scale"].float() * tensors["whole"].float()
-        return mx.floats_of_4_bits(tensors["packed"], shape[1]) * spread(scales, (1, _GROUP), shape)
+            block = (shape[0], -(-shape[1] // 32) * 32)
+            return floats_of_8_bits(tensors["floats"], tensors["scale"].float().view(1, 1), block)
+        return mx.decode_nvfp4(
+            tensors["packed"], tensors["scale"], tensors["whole"], shape[1], divides=False, rounding=torch.float32
+        )

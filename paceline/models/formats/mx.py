@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.models.formats.base import BYTES, Codes, Json, StoredTensor
+from paceline.core.online_quantization import E2M1
+from paceline.models.formats.base import BYTES, Codes, Json, StoredTensor, has_nan, spread
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _BLOCK = 32
-_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-"""Twice the number that each code of E2M1 stands for."""
-_SCALE_BIAS = 127
+_GROUP = 16
+"""Number of values of NVFP4 that share a scale."""
 
 
 class MxFp4:
@@ -45,32 +46,42 @@ class MxFp4:
 
 
 def decode_mxfp4(packed: Tensor, scales: Tensor, size_in: int) -> Codes:
-    """Return a matrix [out, size_in] without loss, as whole numbers with scales.
+    """Return a matrix [out, size_in] without loss.
 
     Args:
         packed: uint8 [out, bytes]: two codes in each byte, the lower bits first.
         scales: uint8 [out, ceil(size_in / 32)]: exponents of 2, plus 127.
     """
-    return Codes(_doubled(packed)[:, :size_in], powers(scales) / 2, None, 8, _BLOCK)
-
-
-def floats_of_4_bits(packed: Tensor, size_in: int) -> Tensor:
-    """Return the numbers that codes of E2M1 stand for, fp32 [out, size_in]. `packed` is as for `decode_mxfp4`."""
-    return _doubled(packed)[:, :size_in].float() / 2
-
-
-def powers(exponents: Tensor) -> Tensor:
-    """Return 2 ** (exponent - 127), fp32, for exponents in uint8 (E8M0)."""
     import torch  # here, because processes without torch read configs
 
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _SCALE_BIAS)
+    return Codes(_codes(packed, size_in), scales, None, 4, _BLOCK, torch.tensor(E2M1), rounding=torch.float32)
 
 
-def _doubled(packed: Tensor) -> Tensor:
-    """Return twice the numbers of codes in uint8 [out, bytes]: int8 [out, 2 * bytes]."""
+def decode_nvfp4(
+    packed: Tensor, scales: Tensor, whole: Tensor, size_in: int, divides: bool, rounding: torch.dtype
+) -> Codes | Tensor:
+    """Return a matrix [out, size_in] in groups of 16 with a scale each, and one scale for the whole matrix.
+
+    Args:
+        packed: as for `decode_mxfp4`.
+        scales: float8_e4m3fn [out, ceil(size_in / 16)].
+        whole: [1], the number by which scales are multiplied, or divided.
+        rounding: the dtype to which weights are rounded.
+    """
     import torch
 
-    # The numbers of both codes of a byte are looked up as one element of two bytes, which is faster.
-    pairs = [(_DOUBLED[byte & 15], _DOUBLED[byte >> 4]) for byte in range(256)]
-    table = torch.tensor(pairs, dtype=torch.int8).view(torch.int16).flatten()
-    return table.index_select(0, packed.flatten().int()).view(torch.int8).view(len(packed), -1)
+    codes, table = _codes(packed, size_in), torch.tensor(E2M1)
+    factors = torch.ones(2)
+    factors[int(divides)] = whole.float()
+    if not has_nan(scales):
+        return Codes(codes, scales, None, 4, _GROUP, table, factors, rounding)
+    exact = scales.float() * factors[0] / factors[1]
+    return (table[codes.int()] * spread(exact, (1, _GROUP), codes.shape)).to(rounding)
+
+
+def _codes(packed: Tensor, size_in: int) -> Tensor:
+    """Return codes of 4 bits from uint8 [out, bytes]: int8 [out, size_in]."""
+    values = packed.new_empty(*packed.shape, 2)
+    values[..., 0] = packed & 15
+    values[..., 1] = packed >> 4
+    return values.char().flatten(1)[:, :size_in]

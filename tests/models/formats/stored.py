@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -56,9 +57,15 @@ def whole(codes: Codes) -> Tensor:
     def of_values(numbers: Tensor) -> Tensor:
         return numbers.double().repeat_interleave(codes.group, 1)[:, :size_in]
 
-    exact = codes.values.double() * of_values(codes.scales)
+    scales = codes.scales.double()
+    if codes.scales.dtype == torch.uint8:
+        scales = torch.exp2(scales - 127)
+    elif codes.factors is not None:
+        scales = (codes.scales.float() * codes.factors[0] / codes.factors[1]).double()
+    values = codes.values.double() if codes.table is None else codes.table.double()[codes.values.int()]
+    exact = values * of_values(scales)
     exact = exact if codes.offsets is None else exact + of_values(codes.offsets)
-    return exact.float().to(codes.scales.dtype).float()
+    return exact.float().to(codes.rounding or codes.scales.dtype).float()
 
 
 def _is_there(tensor: Any, tensors: Mapping[str, Tensor]) -> bool:

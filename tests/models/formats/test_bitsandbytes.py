@@ -81,7 +81,7 @@ def pack_bytes(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("shape", [(80, 256), (3, 97)])
+@pytest.mark.parametrize("shape", [(80, 256), (3, 97), (2, 100)])
 def test_each_weight_of_4_bits_is_a_number_of_the_map_times_the_scale_of_its_block(
     nested: bool, shape: tuple[int, int]
 ) -> None:

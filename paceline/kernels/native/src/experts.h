@@ -127,7 +127,10 @@ struct ExpertProducts {
     int64_t first, matrices, in, outputs;
     T* outs[2];
 
-    static int form_of(int64_t format) { return format == kFormatCompressed ? 2 : format ? 1 : 0; }
+    static constexpr int kForms = 4;
+    static int form_of(int64_t format) {
+        return format == kFormatCompressed ? 2 : !format ? 0 : must_unpack(format) ? 3 : 1;
+    }
 
     Op op_of(const Expert& expert, int64_t matrix) const {
         Op op = {};
@@ -201,7 +204,7 @@ struct ExpertProducts {
     // Computes all products. Nearly always, all matrices have one form.
     template <class RowAt>
     void multiply(const Pairs<T>& pairs, Team& team, const RowAt& row_at) const {
-        for (int form = 0; form < 3; ++form)
+        for (int form = 0; form < kForms; ++form)
             for (int64_t i = 0; i < pairs.runs * matrices; ++i) {
                 const Op op = op_of(*pairs.run[i / matrices].expert, i % matrices);
                 if (form_of(op.format) != form) continue;

@@ -14,7 +14,7 @@ static inline void by_form(const Op& op, const Run& run) {
 #endif
 #ifdef PACELINE_INTEGER_PRODUCTS
     if constexpr (sizeof(T) == sizeof(bf16))
-        if (op.format) return run(Form<QuantizedIntegers>{});
+        if (op.format && !must_unpack(op.format)) return run(Form<QuantizedIntegers>{});
 #endif
     if (op.format) return run(Form<Quantized<T>>{});
     run(Form<Packed<T>>{});

@@ -116,6 +116,37 @@ struct NibbleCodes {
         return bits<Shorts>(words >> static_cast<uint16_t>(pair % 4 * 4) & 15);
     }
 };
+// Nibbles with one or two more bits.
+template <int kMore>
+struct MoreBitsCodes {
+    const uint8_t* codes;
+    Shorts at(int64_t pair, int part) const {
+        using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
+        const uint8_t* more = codes + 256 + (kMore == 2 ? pair / 8 * 64 : 0) + part * kRegisterBytes;
+        const Words16 low = read<Words16>(codes + pair / 4 * 64 + part * kRegisterBytes) >>
+                            static_cast<uint16_t>(pair % 4 * 4) & 15;
+        const Words16 high = read<Words16>(more) >> static_cast<uint16_t>(kMore == 2 ? pair % 8 * 2 : pair) &
+                             static_cast<uint16_t>(kMore == 2 ? 3 : 1);
+        return bits<Shorts>(low | high << 4);
+    }
+};
+// Places in a table of whole numbers.
+struct TableCodes {
+    const uint8_t* codes;
+    const Head* head;
+    Shorts at(int64_t pair, int part) const {
+        const auto words = read<Shorts>(codes + pair / 4 * 64 + part * kRegisterBytes);
+#ifdef PACELINE_AVX512
+        // The table is there twice, because the instruction reads a fifth bit.
+        const __m512i places = bits<__m512i>(bits<Vector<uint16_t, 32>>(words) >> static_cast<uint16_t>(pair % 4 * 4));
+        return bits<Shorts>(_mm512_maskz_permutexvar_epi16(0xffffffff, places, read<__m512i>(head->whole)));
+#else
+        const __m256i places = bits<__m256i>(bits<Vector<uint16_t, 16>>(words) >> static_cast<uint16_t>(pair % 4 * 4) & 15);
+        const __m256i found = _mm256_shuffle_epi8(read<__m256i>(head->bytes), places);
+        return bits<Shorts>(_mm256_srai_epi16(_mm256_slli_epi16(found, 8), 8));
+#endif
+    }
+};
 struct UnpackedCodes {
     const int16_t* codes;
     Shorts at(int64_t pair, int part) const { return read<Shorts>(codes + pair * 32 + part * Shape<Shorts>::kCount); }
@@ -140,12 +171,13 @@ struct QuantizedIntegers : Quantized<bf16> {
     struct Scales {
         alignas(64) float scales[Count][kLanes], offsets[Count][kLanes];
 
-        Scales(const uint8_t* from, const TileLayout& layout) {
-            for (int i = 0; i < Count; ++i, from += kLanes * layout.scale_bytes) {
-                const f32x16 scale = load_scales(from, layout.scale_bytes);
+        Scales(const TileLayout::Block& block, const TileLayout& layout) {
+            for (int i = 0; i < Count; ++i) {
+                f32x16 scale = {}, offset = {};
+                load_part(block, layout, i, scale, offset);
+                if (layout.halves) scale = scale * 0.5f;
                 store(scales[i], scale);
-                if (layout.offsets) store(offsets[i], load_scales(from + layout.scales_bytes(), layout.scale_bytes));
-                else store(offsets[i], scale * (layout.bits == 4 ? -8.0f : 0.0f));  // see `kFormatEightBits`
+                store(offsets[i], layout.offsets ? offset : scale * -layout.zero());
             }
         }
     };
@@ -195,17 +227,25 @@ struct QuantizedIntegers : Quantized<bf16> {
         });
     }
 
+    template <class Codes>
+    Codes codes_of(const uint8_t* codes) const {
+        if constexpr (std::is_same_v<Codes, TableCodes>) return {codes, layout.head};
+        else return {codes};
+    }
+
     // Computes the sums of kOutBlock outputs for up to kRowBlock rows; sums: [rows][kTaskOut].
     template <bool Fused, class Codes, int Count>
     void multiply_rows(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
         const int64_t bytes = layout.tile_bytes(), count = groups(first), depth = input.in / kDepth;
-        const uint8_t* tile = tiles + first / kLanes * depth * bytes;
+        const int64_t bytes_of_block = bytes >> layout.span;
+        const uint8_t* from = tiles + first / kLanes * layout.tiles(input.in) * bytes;
         for (int64_t i = 0; i < rows; ++i) memset(sums + i * kTaskOut, 0, kOutBlock * sizeof(float));
         for (int64_t block = 0; block < depth; ++block)
-            for (int64_t group = 0; group < count; ++group, tile += bytes) {
-                prefetch_tile(tile, bytes);
-                const Codes codes{tile};
-                const Scales<Count> own(tile + layout.code_bytes(), layout);
+            for (int64_t group = 0; group < count; ++group) {
+                const TileLayout::Block place = layout.block(from + group * bytes, count, block);
+                prefetch_tile(place.codes, bytes_of_block);
+                const Codes codes = codes_of<Codes>(place.codes);
+                const Scales<Count> own(place, layout);
                 float* to = sums + group * kLanes;
                 if (rows <= kMostIntegerRows) {
                     multiply_some<Fused>(codes, own, input, row, rows, block, to);
@@ -222,11 +262,16 @@ struct QuantizedIntegers : Quantized<bf16> {
     // The same for the format of this matrix.
     template <bool Fused>
     void multiply_format(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
-        const bool two = layout.scales_per_block == 2;
-        if (layout.bits == 8 && two) multiply_rows<Fused, ByteCodes, 2>(input, first, row, rows, sums);
-        else if (layout.bits == 8) multiply_rows<Fused, ByteCodes, 1>(input, first, row, rows, sums);
-        else if (two) multiply_rows<Fused, NibbleCodes, 2>(input, first, row, rows, sums);
-        else multiply_rows<Fused, NibbleCodes, 1>(input, first, row, rows, sums);
+        if (layout.table) multiply_codes<Fused, TableCodes>(input, first, row, rows, sums);
+        else if (layout.bits == 8) multiply_codes<Fused, ByteCodes>(input, first, row, rows, sums);
+        else if (layout.bits == 6) multiply_codes<Fused, MoreBitsCodes<2>>(input, first, row, rows, sums);
+        else if (layout.bits == 5) multiply_codes<Fused, MoreBitsCodes<1>>(input, first, row, rows, sums);
+        else multiply_codes<Fused, NibbleCodes>(input, first, row, rows, sums);
+    }
+    template <bool Fused, class Codes>
+    void multiply_codes(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
+        if (layout.scales_per_block == 2) multiply_rows<Fused, Codes, 2>(input, first, row, rows, sums);
+        else multiply_rows<Fused, Codes, 1>(input, first, row, rows, sums);
     }
 
     // The same with the instructions of this processor.

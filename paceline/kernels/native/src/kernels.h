@@ -13,6 +13,8 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "multiply.h"
 #include "rows.h"
 #include "linear.h"
+#include "layout.h"
+#include "codes.h"
 #include "unpack.h"
 #include "quantized.h"
 #ifdef PACELINE_INTEGER_PRODUCTS

@@ -31,6 +31,40 @@ enum Format : int64_t {
     // Weights are rounded to bf16 unless one of these is set.
     kFormatHalf = 256,  // rounded to fp16
     kFormatUnrounded = 512,
+    kFormatTable = 1024,  // nibbles are places in the table of the head
+    kFormatWholeNumbers = 2048,  // numbers of the table are whole
+    kFormatHalves = 4096,        // or halves of whole numbers
+    kFormatFloats = 8192,        // bytes are floats (E4M3), none of them NaN
+    kFormatPowerScales = 16384,  // scales are bytes: exponents of 2, plus 127 (E8M0)
+    kFormatFloatScales = 32768,  // scales are bytes: floats (E4M3), with factors in the head
+    // Nibbles are the low bits of codes, -2^(bits - 1) to 2^(bits - 1) - 1 without offsets. After the nibbles of a block come
+    // 16-bit words [out][in % 2] of its other bits, lowest first: one of [in / 2 % 16], or twice two of [in / 2 % 8].
+    kFormatFiveBits = 65536,
+    kFormatSixBits = 131072,
+    // The eight blocks of a tile have scales of their own, times an fp16 number of each output. Scales are signed bytes
+    // [block][1 or 2][out], then the numbers [out].
+    kFormatByteScales = 262144,
+    // Or they and the offsets have 6 bits: bytes [block][out] with the low nibbles of a scale and an offset, then bytes
+    // [block / 2][out] with two bits of a scale and two of an offset for each of two blocks, then the numbers of scales
+    // [out] and of offsets [out].
+    kFormatSixBitScales = 524288,
+};
+// The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
+// scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.
+constexpr int kFormatSpanShift = 20;
+constexpr int64_t kFormatsWithHead = kFormatTable | kFormatFloatScales;
+// Returns whether products in integers are not possible for these weights.
+constexpr bool must_unpack(int64_t format) {
+    return format & kFormatFloats || (format & kFormatTable && !(format & (kFormatWholeNumbers | kFormatHalves)));
+}
+
+// What precedes the tiles of a matrix of kFormatsWithHead.
+struct Head {
+    float numbers[kLanes];  // the table
+    int16_t whole[2 * kLanes];  // the same numbers twice, doubled if they are halves
+    int8_t bytes[2 * kLanes];
+    float factor, divisor;  // a scale is multiplied by the first one, then divided by the second one
+    int32_t unused[6];
 };
 
 // Compressed weights [out, in] are bf16 in 12 bits, without loss: a byte of sign and mantissa, and a 4-bit code for the

@@ -67,7 +67,8 @@ struct Quantized {
     int64_t outputs;
 
     static Quantized of(const void* data, const Op& op) {
-        return {static_cast<const uint8_t*>(data), TileLayout(op.format, sizeof(Weight) > sizeof(T)), op.n1};
+        const TileLayout layout(data, op.format, sizeof(Weight) > sizeof(T));
+        return {static_cast<const uint8_t*>(data) + layout.head_bytes(), layout, op.n1};
     }
     static int64_t depth(int64_t in) { return round_up(in, kDepth); }
     static Columns columns(const Op& op) {
@@ -81,17 +82,17 @@ struct Quantized {
 
     // Unpacks values [k, k + depth) along `in` of kOutBlock outputs; `to`: [groups][stride][16].
     void unpack_outputs(int64_t in, int64_t first, int64_t k, int64_t depth, int64_t stride, Weight* to) const {
-        const int64_t bytes = layout.tile_bytes(), count = groups(first);
-        const uint8_t* from = tiles + (first / kLanes * (in / kDepth) + k / kDepth * count) * bytes;
+        const int64_t bytes = layout.tile_bytes(), count = groups(first), block = k / kDepth;
+        const uint8_t* from = tiles + first / kLanes * layout.tiles(in) * bytes;
         for (int64_t group = 0; group < count; ++group)
-            unpack(from + group * bytes, layout, count, depth / kDepth, to + group * stride * kLanes);
+            unpack(from + group * bytes, layout, count, block, block + depth / kDepth, to + group * stride * kLanes);
     }
 
     const Weight* sixteen(int64_t first, int64_t in, Worker& worker) const {
         Weight* packed = static_cast<Weight*>(worker.scratch.take(kLanes * in * sizeof(Weight)));
         const int64_t block = first / kOutBlock * kOutBlock, bytes = layout.tile_bytes();
-        const uint8_t* from = tiles + (block / kLanes * (in / kDepth) + (first - block) / kLanes) * bytes;
-        unpack(from, layout, groups(block), in / kDepth, packed);
+        const uint8_t* from = tiles + (block / kLanes * layout.tiles(in) + (first - block) / kLanes) * bytes;
+        unpack(from, layout, groups(block), 0, in / kDepth, packed);
         return packed;
     }
 

@@ -1,0 +1,98 @@
+// The numbers that codes of quantized weights stand for, in registers.
+
+// Returns the table's number at the place in the low four bits of each lane. Other bits are zero, or are ignored.
+PACELINE_INLINE f32x16 look_up(const u32x16& places, const float* table) {
+#if defined(PACELINE_AVX512)
+    return bits<f32x16>(_mm512_maskz_permutexvar_ps(0xffff, bits<__m512i>(places), read<__m512>(table)));
+#elif defined(PACELINE_AVX2)
+    const auto eight = [table](const Vector<uint32_t, 8>& own) PACELINE_INLINED {
+        const __m256i place = bits<__m256i>(own);
+        const __m256 low = _mm256_permutevar8x32_ps(read<__m256>(table), place);
+        const __m256 high = _mm256_permutevar8x32_ps(read<__m256>(table + 8), place);
+        // The fourth bit, as a sign, selects the half of the table.
+        return bits<f32x8>(_mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(place, 28))));
+    };
+    return {eight(places.low), eight(places.high)};
+#elif defined(PACELINE_NEON)
+    const uint8_t* bytes = reinterpret_cast<const uint8_t*>(table);
+    const uint8x16x4_t all = {vld1q_u8(bytes), vld1q_u8(bytes + 16), vld1q_u8(bytes + 32), vld1q_u8(bytes + 48)};
+    const u32x16 at = places * 0x04040404u + 0x03020100u;  // the places of the bytes of each number
+    const auto four = [&all](const Vector<uint32_t, 4>& own) PACELINE_INLINED {
+        return bits<Vector<float, 4>>(vqtbl4q_u8(all, bits<uint8x16_t>(own)));
+    };
+    return {{four(at.low.low), four(at.low.high)}, {four(at.high.low), four(at.high.high)}};
+#else
+    uint32_t own[kLanes];
+    float numbers[kLanes];
+    write(own, places);
+    for (int64_t i = 0; i < kLanes; ++i) numbers[i] = table[own[i]];
+    return load(numbers);
+#endif
+}
+
+// The codes of one block for eight values along `in`, in registers. weight(i): the weights of sixteen outputs for one
+// value, before they are rounded.
+#ifndef PACELINE_AMX
+struct Nibbles {
+    u32x16 words;
+    float zero;
+
+    Nibbles(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : words(read<u32x16>(codes + eight * 64)), zero(layout.offsets ? 0.0f : 8.0f) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
+        const u32x16 code = words >> (i % 2 * 16 + i / 2 * 4) & 15;
+        return fma(convert<f32x16>(bits<i32x16>(code)) - zero, scale, offset);
+    }
+};
+#endif
+// Nibbles with one or two more bits.
+template <int kMore>
+struct MoreBits {
+    u32x16 words, more;
+    float zero;
+
+    MoreBits(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : words(read<u32x16>(codes + eight * 64)),
+          more(read<u32x16>(codes + 256 + (kMore == 2 ? eight / 2 * 64 : 0)) >>
+               static_cast<uint32_t>(kMore == 2 ? eight % 2 * 8 : eight * 4)),
+          zero(layout.zero()) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
+        const u32x16 low = words >> (i % 2 * 16 + i / 2 * 4) & 15;
+        const u32x16 high = more >> (i % 2 * 16 + i / 2 * kMore) & uint32_t{kMore == 2 ? 3 : 1};
+        return fma(convert<f32x16>(bits<i32x16>(low | high << 4)) - zero, scale, offset);
+    }
+};
+// Bytes of sixteen outputs, [in / 2][out][in % 2].
+struct BytePairs {
+    u32x16 pairs[4];
+
+    BytePairs(const uint8_t* codes, int64_t eight) {
+        for (int i = 0; i < 4; ++i) pairs[i] = convert<u32x16>(read<u16x16>(codes + (4 * eight + i) * 32));
+    }
+};
+#ifndef PACELINE_AMX
+struct Bytes : BytePairs {
+    Bytes(const uint8_t* codes, int64_t eight, const TileLayout&) : BytePairs(codes, eight) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
+        const i32x16 code = bits<i32x16>(pairs[i / 2] << (i % 2 ? 16 : 24)) >> 24;
+        return fma(convert<f32x16>(code), scale, offset);
+    }
+};
+#endif
+struct TablePlaces {
+    u32x16 words;
+    const float* table;
+
+    TablePlaces(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : words(read<u32x16>(codes + eight * 64)), table(layout.head->numbers) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16&) const {
+        return look_up(words >> (i % 2 * 16 + i / 2 * 4) & 15, table) * scale;
+    }
+};
+struct Float8s : BytePairs {
+    Float8s(const uint8_t* codes, int64_t eight, const TileLayout&) : BytePairs(codes, eight) {}
+    f32x16 weight(int i, const f32x16& scale, const f32x16&) const {
+        // The shift of `widen_float8` and its mask remove the other byte.
+        return widen_float8(pairs[i / 2] << (i % 2 ? 16 : 24)) * scale;
+    }
+};
