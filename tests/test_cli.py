@@ -12,6 +12,7 @@ import pytest
 
 from paceline import __version__
 from paceline.cli import _api_key, main
+from paceline.cli.parser import build_parser
 from paceline.cli.services import SERVICES
 from paceline.core.speculative import speculative_help
 from paceline.models.folder_lease import FolderLease
@@ -54,6 +55,12 @@ def test_the_overview_names_every_command_and_fits_a_screen(capsys: pytest.Captu
     assert end.value.code == 0
     assert all(f"\n  {name} " in text for name in (*SERVICES, "prepare", "cache", "version"))
     assert len(text.splitlines()) <= 35
+
+
+@pytest.mark.parametrize(("given", "meant"), [("fp8", "fp8_e4m3"), ("FP8", "fp8_e4m3"), ("INT8", "int8")])
+def test_a_choice_may_have_another_name(given: str, meant: str) -> None:
+    parsed = build_parser().parse_args(["decode", "folder", "--kv-cache-dtype", given])
+    assert parsed.kv_cache_dtype == meant
 
 
 @pytest.mark.parametrize("name", SERVICES)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import typing
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Literal
+
+from pydantic import BeforeValidator
 
 from paceline.core.config_source import RENAMED
 from paceline.core.options import Options, flag, group_of
@@ -77,19 +80,28 @@ def add_options(parser: argparse.ArgumentParser, config: type[Options], names: I
             *SHORT_FLAGS.get(name, ()),
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS if name in HIDDEN_OPTIONS else help_of(config, name),
-            **_kind(name, hints[name]),
+            **_kind(config, name, hints[name]),
         )
     for name in RENAMED.get(config, {}):
         parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def _kind(name: str, hint: Any) -> dict[str, Any]:
+def _kind(config: type[Options], name: str, hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint), "type": str.lower}
+        return {"choices": typing.get_args(hint), "type": partial(_choice, config, name)}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     fallback = "N" if hint is int else name.split("_")[-1].upper()
     return {"type": hint, "metavar": _METAVARS.get(name, fallback)}
+
+
+def _choice(config: type[Options], name: str, text: str) -> str:
+    """Return the choice that a text means. The field's own validators know its other names, such as fp8."""
+    text = text.lower()
+    for validator in config.model_fields[name].metadata:
+        if isinstance(validator, BeforeValidator):
+            text = typing.cast(str, validator.func(text))  # type: ignore[call-arg]
+    return text
 
 
 def help_of(config: type[Options], name: str) -> str:

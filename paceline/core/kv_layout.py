@@ -103,12 +103,14 @@ class GroupShape:
     def elements_per_token(self) -> int:
         return len(self.layers) * self.planes * self.kv_heads * self.head_dim
 
-    def row_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one token's key or value in one head, with its scale if it is coded.
+    def row_bytes(self, itemsize: int, scales: bool = True) -> int:
+        """Return the bytes of one token's key or value in one head.
 
-        itemsize: bytes of an element that is not coded.
+        Args:
+            itemsize: bytes of an element that is not coded.
+            scales: whether to count the scale, if the row is coded.
         """
-        return self.head_dim + SCALE_BYTES if self.code else self.head_dim * itemsize
+        return self.head_dim + SCALE_BYTES * scales if self.code else self.head_dim * itemsize
 
     def coded(self, code: str) -> GroupShape:
         """Return this shape with keys and values in an 8-bit code. States keep their dtype.
@@ -164,10 +166,10 @@ class GroupShape:
         first, rows = self.state[:1], self.state[1:]
         return replace(self, state=first + tuple((count + drafts, *row) for count, *row in rows))
 
-    def block_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of a block of `tokens` tokens."""
+    def block_bytes(self, tokens: int, itemsize: int, scales: bool = True) -> int:
+        """Return the bytes of a block of `tokens` tokens. The other arguments are those of `row_bytes`."""
         rows = len(self.layers) * self.planes * self.kv_heads * tokens
-        return self.state_bytes or rows * self.row_bytes(itemsize)
+        return self.state_bytes or rows * self.row_bytes(itemsize, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,8 @@ def make_layout(
     if not shapes:
         raise ValueError("a model needs at least one KV group")
     shapes = tuple(shape.with_drafts(drafts) for shape in shapes)
-    base_bytes = [shape.block_bytes(BASE_TOKENS, itemsize) for shape in shapes]
+    # Without scales: with them, a block of smaller heads would often be a little too large for twice as many tokens.
+    base_bytes = [shape.block_bytes(BASE_TOKENS, itemsize, scales=False) for shape in shapes]
     # A link of a chain covers BASE_TOKENS tokens, so a slot has room for as many rows of an encoding.
     row_bytes = encoding_size * itemsize
     largest = max(*base_bytes, row_bytes * BASE_TOKENS)
@@ -281,6 +284,7 @@ def make_layout(
     ]
     state_tokens = _state_tokens([count for count in tokens if count], states)
     groups = tuple(KVGroup(shape, count or state_tokens) for shape, count in zip(shapes, tokens))
+    largest = max(largest, *(group.shape.block_bytes(group.block_tokens, itemsize) for group in groups))
     slot_bytes = -(-largest // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
     if not encoding_size:  # the rest must not change the fingerprints of other models: caches outlive a release
         return KVLayout(groups, itemsize, slot_bytes, _fingerprint(identity, itemsize, slot_bytes, groups))

@@ -134,6 +134,8 @@ def load(
         preparing = thread.submit(grammars.prepare)
         model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
     preparing.result()
+    if kv_cache_dtype != "auto":
+        model.code_kv(kv_cache_dtype)
     draft_folder, has_assistant = _draft(speculative)
     draft_model = assistant = None
     if draft_folder is not None and has_assistant:
@@ -141,6 +143,8 @@ def load(
     elif draft_folder is not None:
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
+        if kv_cache_dtype != "auto":
+            draft_model.code_kv(kv_cache_dtype)
     shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
     row_size = encoding_size(folder, model_impl)
     encoders = partial(_load_encoders, identities.model, folder, dtype, kernels, device, packed_dir, *code)
@@ -197,13 +201,14 @@ def load_encoders_alone(
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     config = read_config(folder)
     draft_shapes: tuple[GroupShape, ...] = ()
-    shapes, layer_groups = kv_groups(config)
+    code = "" if kv_cache_dtype == "auto" else kv_cache_dtype
+    shapes, layer_groups = kv_groups(config, code)
     longest = config.max_position
     draft_folder, has_assistant = _draft(speculative)
     if draft_folder is not None:
         draft = read_assistant(draft_folder) if has_assistant else read_config(draft_folder)
         longest = min(longest, draft.max_position)
-        draft_shapes = () if has_assistant else kv_groups(draft)[0]
+        draft_shapes = () if has_assistant else kv_groups(draft, code)[0]
     row_size = encoding_size(folder, model_impl)
     own = shapes, len(layer_groups), draft_shapes
     layout = identities.layout(*own, dtype, speculative, row_size, kv_cache_dtype)
@@ -265,9 +270,7 @@ class _Identities:
             layers: number of the model's layers.
             draft_shapes: groups of a draft model with KV of its own.
             row_size: elements of a row of an encoding; 0 if the model has no encoders.
-
-        Raises:
-            ConfigError: keys and values of the model cannot have `kv_cache_dtype`.
+            kv_cache_dtype: the type of keys and values, which the groups have already.
         """
         identity, parts = self.model.digest, self.model.parts
         if self.draft is not None:
@@ -275,7 +278,6 @@ class _Identities:
             identity += self.draft.digest
             parts += tuple((f"draft model's {name}", value) for name, value in self.draft.parts)
         if kv_cache_dtype != "auto":
-            shapes = tuple(shape.coded(kv_cache_dtype) for shape in shapes)
             parts += ((KV_CACHE_PART, kv_cache_dtype),)
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
         return replace(make_layout(shapes, dtype.itemsize, identity, drafts, row_size), parts=parts)

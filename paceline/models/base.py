@@ -131,6 +131,12 @@ class _Parts(Protocol):
     layer_groups: tuple[int, ...]
     """The group of each layer, as an index into `group_shapes`."""
 
+    def code_kv(self, code: str) -> None:
+        """Choose the groups for keys and values in an 8-bit code, before the first pass.
+
+        code: the name of the code. Raises ConfigError if keys and values cannot have it.
+        """
+
     def logits(self, hidden: Tensor) -> Logits:
         """Return the logits of the next token for each of the states hidden [n, hidden]."""
 
@@ -189,10 +195,16 @@ class Model(_Parts, Protocol):
         """
 
 
-def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
+def kv_groups(config: ModelConfig, code: str = "") -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer.
 
     A layer that reads another layer's KV is a reader in the other layer's group.
+
+    Args:
+        code: the name of the 8-bit code of keys and values; empty for none. Groups of states fit to it.
+
+    Raises:
+        ConfigError: keys and values cannot have this code.
     """
     kinds = sorted({kind for kind in config.layer_types if kind in config.attention}, reverse=True)
     sources = config.kv_sources
@@ -212,7 +224,7 @@ def kv_groups(config: ModelConfig) -> tuple[tuple[GroupShape, ...], tuple[int, .
             window=window,
             planes=planes,
             readers=tuple(pair for pair in sources.items() if config.layer_types[pair[1]] in own_kinds),
-        )
+        ).coded(code)
         for (kv_heads, head_dim, window, planes), own_kinds in by_cache.items()
     )
     if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind not in config.attention]:

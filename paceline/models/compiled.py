@@ -26,6 +26,7 @@ class CompiledModel:
     """
 
     def __init__(self, model: Architecture, kernels: Kernels) -> None:
+        self._model = model
         self.config = model.config
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
@@ -38,6 +39,10 @@ class CompiledModel:
         compiles = kernels.compiles_states or not any(shape.state for shape in model.group_shapes)
         passes: list[Forward] = [model.forward, partial(model.forward, embedded=True)]
         self._run, self._run_embedded = [kernels.compile(run) if compiles else run for run in passes]
+
+    def code_kv(self, code: str) -> None:
+        self._model.code_kv(code)
+        self.group_shapes, self.layer_groups = self._model.group_shapes, self._model.layer_groups
 
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None

@@ -69,6 +69,9 @@ class Decoder:
         self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
         self._rotary = Rotary(config, self._embedding.device, kernels)
 
+    def code_kv(self, code: str) -> None:
+        self.group_shapes, self.layer_groups = kv_groups(self.config, code)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding.embed(token_ids, self._embedding_scale)
 

@@ -18,6 +18,7 @@ KINDS = sorted(
 )
 KEYS_AND_VALUES = [shape for shape in KINDS if not shape.state]
 STATES = [shape for shape in KINDS if shape.state]
+QWEN = "Qwen3-Next 80B-A3B"
 DRAFTERS = (GroupShape("eagle", (0,), 8, 128), GroupShape("mtp", (0,), 1, 576, planes=1))
 
 
@@ -88,3 +89,41 @@ def test_layers_of_a_divided_group_keep_their_window_and_their_readers() -> None
     assert [shape.name for shape in parts] == [f"sliding-{index}" for index in range(5)]
     assert {shape.window for shape in parts} == {1024}
     assert [shape.readers for shape in parts] == [((60, 3),), (), (), (), ((61, 39),)]
+
+
+def coded(shapes: Shapes) -> Shapes:
+    """Return a model's groups with codes. States are divided again, as when the model is loaded."""
+    kv = tuple(shape.coded("int8") for shape in shapes if not shape.state)
+    states = [shape for shape in shapes if shape.state]
+    layers = [layer for shape in states for layer in shape.layers]
+    return kv + (state_groups("state", layers, states[0].state, kv) if states else ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "DeepSeek" not in name])
+def test_slots_with_codes_are_as_full_and_reuse_as_small_units(name: str) -> None:
+    whole, own = (make_layout(shapes, ITEMSIZE, name) for shapes in (MODELS[name], coded(MODELS[name])))
+    assert padding(own) < 0.08
+    assert own.alignment == whole.alignment
+    if not any(shape.state for shape in MODELS[name]):
+        assert own.token_bytes < 0.53 * whole.token_bytes
+
+
+def test_states_are_divided_for_smaller_slots_if_keys_and_values_have_codes() -> None:
+    # Otherwise a block of keys and values would fill half of a slot, and no more tokens would fit.
+    whole, own = (make_layout(shapes, ITEMSIZE, "any") for shapes in (MODELS[QWEN], coded(MODELS[QWEN])))
+    assert own.groups[0].block_tokens == whole.groups[0].block_tokens
+    assert own.slot_bytes < 0.51 * whole.slot_bytes
+
+
+def test_any_two_groups_with_codes_go_with_a_drafter() -> None:
+    drafters = (DRAFTERS[0], GroupShape("small", tuple(range(16)), 8, 64))
+    for shapes in pairs():
+        if any(shape.planes == 1 for shape in shapes):
+            continue
+        for drafter in drafters:
+            groups = (*divide_groups(shapes), drafter.of_drafter(200))
+            own_groups = tuple(shape.coded("fp8_e4m3") for shape in groups)
+            whole, own = make_layout(groups, 2, "any"), make_layout(own_groups, 2, "any")
+            assert [group.block_tokens for group in own.groups] == [group.block_tokens for group in whole.groups]
+            assert all(group.shape.block_bytes(group.block_tokens, 2) <= own.slot_bytes for group in own.groups)
+            assert own.slot_bytes < whole.slot_bytes * 0.52 + 4096

@@ -25,6 +25,14 @@ MODELS: dict[str, dict[str, object]] = {
     "gemma3": {"head_dim": 32},
     "granite_hybrid": {"num_attention_heads": 3, "num_key_value_heads": 3},
 }
+WIDE_STATES: dict[str, object] = {
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+    "mamba_d_state": 64,
+    "num_hidden_layers": 8,
+    "layer_types": ["mamba"] * 7 + ["attention"],
+}
+"""Changes of a hybrid model whose states are much larger than its keys and values."""
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -102,3 +110,18 @@ def test_kernels_without_codes_refuse_them_before_the_model_is_read(tmp_path: Pa
     kernels.reads_codes = False
     with pytest.raises(ConfigError, match="int8 needs --kernels native or reference, not reference"):
         load_whole(tmp_path / "missing", torch.float32, CPU, kernels, None, kv_cache_dtype="int8")
+
+
+def test_states_of_a_loaded_model_are_divided_for_the_code(tmp_path: Path) -> None:
+    write_tiny(tmp_path, "granite_hybrid", **WIDE_STATES)
+    kernels = select_kernels(CPU, "native")
+    whole, own = (
+        load_whole(tmp_path, torch.bfloat16, CPU, kernels, None, kv_cache_dtype=dtype) for dtype in ("auto", "int8")
+    )
+    assert len(own.layout.groups) > len(whole.layout.groups)
+    assert own.layout.slot_bytes < 0.7 * whole.layout.slot_bytes
+    assert own.model.group_shapes == tuple(group.shape for group in own.layout.groups)
+    asked = requests(own.model.config.vocab_size)[:3]
+    wanted = expected(load_whole(tmp_path, torch.float32, CPU, kernels, None).model, asked, "int8")
+    found = load_whole(tmp_path, torch.float32, CPU, kernels, None, kv_cache_dtype="int8").model
+    assert_same(expected(found, asked, "int8"), wanted)  # the division of the layers changes no token

@@ -86,6 +86,9 @@ class TransformersModel:
         except ModelError as error:
             raise ModelError(f"{self.config.architecture} cannot run: {error}") from error
 
+    def code_kv(self, code: str) -> None:
+        self.group_shapes = tuple(shape.coded(code) for shape in self.group_shapes)
+
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:
