@@ -31,12 +31,14 @@ from paceline.models.config import (
     is_assistant,
     read_assistant,
     read_config,
+    read_facts,
     weight_form,
 )
-from paceline.models.draft import check_speculative, check_vocabularies
+from paceline.models.draft import check_speculative, check_vocabularies, read_draft_config
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import ModelIdentity, implementation_name, model_identity
+from paceline.models.kv_codes import check_kv_cache_dtype
 from paceline.models.loader import load_assistant, load_encoders, load_model
 from paceline.models.weight_sizes import weight_sizes
 
@@ -127,6 +129,7 @@ def load(
     if kv_cache_dtype != "auto" and not kernels.reads_codes:
         raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} needs --kernels native or reference, not {kernels.name}")
     check_speculative(speculative, folder, model_impl)
+    check_kv_cache_dtype(kv_cache_dtype, read_facts(folder, model_impl), read_draft_config(speculative, model_impl))
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     grammars = Grammars(folder)
     code = (model_impl, trust_remote_code)

@@ -101,6 +101,7 @@ def test_models_whose_keys_have_no_tiles_are_refused(
     family: str, changes: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     write_tiny(tmp_path, family, **changes)
+    (tmp_path / "model.safetensors").write_bytes(b"")  # they are refused before weights are read
     with pytest.raises(ConfigError, match=said):
         load_whole(tmp_path, torch.float32, CPU, select_kernels(CPU, "native"), None, kv_cache_dtype="int8")
 

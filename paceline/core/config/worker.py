@@ -31,7 +31,8 @@ class WorkerConfig(ServiceConfig):
         "auto",
         "type of keys and values in the KV cache. auto: that of --dtype. int8, or fp8_e4m3 (fp8 for short): codes of 8 "
         "bits with a scale for each token and head, on CPUs only. Nearly twice as many tokens fit, and half of the "
-        "bytes are handed over and read. States of recurrent layers and encodings keep their type. All workers of a "
+        "bytes are handed over and read. States of recurrent layers, which are most of a hybrid model's memory, and "
+        "encodings keep their type. All workers of a "
         "model need the same value",
         "model",
     )

@@ -16,6 +16,7 @@ from paceline.models.config import has_native_encoders, read_facts, read_format,
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import count_weights
 from paceline.models.gguf_reference import has_reference
+from paceline.models.kv_codes import check_kv_cache_dtype
 from paceline.models.model_config import ModelConfig
 from paceline.models.weight_sizes import weight_sizes
 from paceline.services.serve.settings import served_name
@@ -38,7 +39,10 @@ def check_config(config: ServeConfig) -> None:
 
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
-    check_speculative(parse_speculative_config(config.speculative_config), folder, config.model_impl)
+    speculative = parse_speculative_config(config.speculative_config)
+    check_speculative(speculative, folder, config.model_impl)
+    models = read_facts(folder, config.model_impl), read_draft_config(speculative, config.model_impl)
+    check_kv_cache_dtype(config.kv_cache_dtype, *models)
     check_encode_workers(config, folder, config.encode)
 
 

@@ -124,6 +124,18 @@ def test_a_hybrid_may_draft_and_be_drafted_for(tmp_path: Path, model_folder: Pat
     check_model(drafting(hybrid), model_folder)
 
 
+def test_keys_of_a_model_or_a_draft_model_without_tiles_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    write_tiny(tmp_path / "latent", "deepseek_v2")
+    write_tiny(tmp_path / "small", "llama", vocab_size=64, head_dim=20)
+    write_tiny(tmp_path / "fine", "llama", vocab_size=64, head_dim=16)
+    check_model(drafting(tmp_path / "fine").model_copy(update={"kv_cache_dtype": "int8"}), tmp_path / "fine")
+    check_model(drafting(tmp_path / "small"), tmp_path / "fine")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is not available for latent vectors"):
+        check_model(ServeConfig(kv_cache_dtype="int8"), tmp_path / "latent")
+    with pytest.raises(ConfigError, match="--kv-cache-dtype fp8_e4m3 needs heads of a multiple of 16"):
+        check_model(drafting(tmp_path / "small").model_copy(update={"kv_cache_dtype": "fp8_e4m3"}), tmp_path / "fine")
+
+
 def test_encode_workers_need_a_model_with_encoders(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="has no encoders"):
         check_model(ServeConfig(encode=1), model_folder)
