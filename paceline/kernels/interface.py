@@ -116,10 +116,11 @@ class ForwardInputs:
     @property
     def recording_key(self) -> tuple[object, ...]:
         """Everything that a recording of the pass depends on, apart from the number of tokens."""
-        ends = [(cache.first, cache.code) for cache in (self.caches[0], self.caches[-1])]
-        places = [(tensor.data_ptr(), tensor.shape, tensor.stride(), code) for tensor, code in ends]
+        ends = [cache.first for cache in (self.caches[0], self.caches[-1])]
+        places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
+        codes = frozenset([cache.code for cache in self.caches])  # of all layers: a hybrid's ends may be states
         forms = [(tensor.shape[1:], tensor.dtype) for tensor in self.further]
-        return (self.layers, self.begin, self.depths, *forms, *places)
+        return (self.layers, self.begin, self.depths, *forms, *places, codes)
 
     def keep_states(self, states: Sequence[Tensor]) -> None:
         """Give `taps` the states at its depths, in order."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import LayerCache, view_coded_pool
+from paceline.kernels.caches import LayerCache, view_coded_pool, view_states
 from paceline.kernels.codes import KVCode, decode, encode
 from paceline.kernels.interface import ForwardInputs
 from paceline.kernels.native import NativeKernels
@@ -201,8 +201,10 @@ def test_a_recording_is_of_one_code() -> None:
     keys = set()
     for code in KVCode:
         caches = view_coded_pool(pool, len(pool), 1, 1, 16, 64, code)
+        state = view_states(pool, len(pool), 1, [(4, 4)])
         keys.add(ForwardInputs(ids, ids, caches, batch).recording_key)
-    assert len(keys) == len(KVCode)
+        keys.add(ForwardInputs(ids, ids, [*state, *caches, *state], batch).recording_key)
+    assert len(keys) == 2 * len(KVCode)
 
 
 def test_native_kernels_refuse_views_that_are_no_tiles(paged_case: Callable[..., Any]) -> None:
