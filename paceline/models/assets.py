@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
 from paceline.core.errors import ConfigError, ModelError
-from paceline.models.content import cache_key, read_content
+from paceline.models.content import FileContent, ReadFile, cache_key, read_content
 from paceline.models.conversion import Report, make_once, require_modules, run_converter
 from paceline.models.durable import write_durably
 from paceline.models.folder import PICKLE_SUFFIXES, check_folder, weight_files
@@ -93,17 +96,18 @@ def resolve_model(
     path = Path(name_or_path).expanduser()
     if name is not None:
         path = fetch_from_hub(name, revision, report, model_impl, trust_remote_code)
-    if path.is_dir():
+    # The methods of Path raise errors for a path in a folder that this user may not enter.
+    if os.path.isdir(path):
         # A link to the folder may lead elsewhere later, when the services of this start still read files.
         return _with_tokenizer(path.resolve(), cache_dir, report)
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
         parts = _parts(path.absolute())
         content = read_content({part.name: part for part in parts})
         stem = gguf_stem(path.name)
         key = cache_key(stem, content.digest, _maker())
-        _link_gguf(cache_dir / key / stem, parts)
+        _link_gguf(cache_dir / key / stem, content)
         return _convert_gguf(key, stem, cache_dir, report, lambda scratch: parts, quantization, content.check)
-    what = "is neither a model folder nor a .gguf file" if path.exists() else "does not exist"
+    what = "is neither a model folder nor a .gguf file" if os.path.exists(path) else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
         f"of {', '.join(BUNDLED)}"
@@ -115,15 +119,18 @@ def link_folder(folder: Path, link: Path) -> None:
 
     Raises ModelError if `link` exists and is no link, or cannot be written.
     """
-    new = link.with_name(f".{link.name}.new")
+    new = link.with_name(f".{link.name}.{secrets.token_hex(4)}")  # another process may make the same link
     try:
         link.parent.mkdir(parents=True, exist_ok=True)
-        new.unlink(missing_ok=True)
         new.symlink_to(folder.resolve())
         new.replace(link)  # atomic, because workers may start meanwhile
     except OSError as error:
-        new.unlink(missing_ok=True)
-        raise ModelError(f"cannot make the link {link} to {folder}: {error.strerror}") from error
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise ModelError(
+            f"cannot make the link {link} to {folder}: {error.strerror}; make that folder writable, or choose another "
+            "cache folder with PACELINE_CACHE"
+        ) from error
 
 
 def write_sampling_defaults(folder: Path, sampling: Mapping[str, float]) -> None:
@@ -193,15 +200,26 @@ def _parts(path: Path) -> list[Path]:
     return parts
 
 
-def _link_gguf(folder: Path, parts: Sequence[Path]) -> None:
-    """Let the links of a conversion, if there is one, lead to these files, which have the converted content.
+def _link_gguf(folder: Path, content: FileContent) -> None:
+    """Let the links of a conversion, if there is one, lead to files with the converted content, which was read here.
 
-    The same content may have been elsewhere before.
+    The same content may have been elsewhere before. A link to another copy of it stays, because a running stack may
+    use that copy, and the copy that was read here may be gone when a worker of that stack starts again.
     """
     if has_reference(folder):
-        for part, name in zip(parts, link_names(len(parts))):
-            if (folder / name).resolve() != part.resolve():
-                link_folder(part, folder / name)
+        for file, name in zip(content.files, link_names(len(content.files))):
+            if not _has_content(folder / name, file):
+                link_folder(file.path, folder / name)
+
+
+def _has_content(link: Path, file: ReadFile) -> bool:
+    """Return whether a link leads to a file with the content of `file`."""
+    if os.path.realpath(link) == str(file.path):
+        return True
+    try:
+        return read_content({file.name: link}).files == (file,)
+    except ModelError:
+        return False
 
 
 def _with_tokenizer(folder: Path, cache_dir: Path, report: Report) -> Path:

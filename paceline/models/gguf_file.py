@@ -36,7 +36,9 @@ class GgufFile:
         """All matrices by their names in the model."""
         self.check_packed = reference.check_packed
         self._files = gguf_files(folder)
-        reference.check(folder, read_content({file.name: file for file in self._files}))
+        content = read_content({file.name: file for file in self._files})
+        reference.check(folder, content)
+        self.check_unchanged = content.check
         self._maps: dict[int, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
@@ -113,4 +115,5 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
     if has_reference(folder):
         matrices = GgufFile(folder)
         tensors |= {name: matrices.whole(name) for name in matrices.matrices}
+        matrices.check_unchanged()
     return tensors

@@ -8,6 +8,7 @@ error and not another model.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +73,14 @@ class GgufReference:
             content: the files of the folder, as they were read.
         """
         for file in content.files:
-            if self.digests.get(file.name, file.digest) != file.digest:
-                raise ModelError(
-                    f"{file.path} is not the GGUF file from which {folder} was converted; give serve or prepare the "
-                    "GGUF file itself, which converts the new one"
-                )
+            if self.digests.get(file.name, file.digest) == file.digest:
+                continue
+            if not (folder / file.name).is_symlink():
+                raise ModelError(f"{file.path} is damaged; remove {folder}, and the next start makes it again")
+            raise ModelError(
+                f"{file.path} is not the GGUF file from which {folder} was converted; give serve or prepare the GGUF "
+                "file itself, which converts the new one"
+            )
 
 
 def has_reference(folder: Path) -> bool:
@@ -110,7 +114,7 @@ def gguf_files(folder: Path) -> list[Path]:
         return []
     files = [folder / name for name in read_reference(folder).digests]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # unlike Path.is_file, it also returns False if a folder may not be searched
             gone = file.resolve() if file.is_symlink() else file
             raise ModelError(
                 f"{gone} is missing, and {folder} has no copy of its weights; put the GGUF file back, or give serve or "

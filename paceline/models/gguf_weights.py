@@ -79,8 +79,11 @@ class GgufWeights:
         return not (self.has(name) and self.has(other))
 
     def finish(self, unread: Sequence[str] = ()) -> None:
-        """Close the files. Arguments and errors are those of `Checkpoint.finish`."""
+        """Close the files. Arguments and errors are those of `Checkpoint.finish`. Raise ModelError, too, if the GGUF
+        file has changed meanwhile.
+        """
         self._checkpoint.finish(unread, tuple(self._left))
+        self._file.check_unchanged()
 
     def _take(self, name: str, shape: tuple[int, ...]) -> None:
         """Take a matrix, which must have this shape."""

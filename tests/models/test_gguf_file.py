@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from safetensors.torch import load_file
 
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models import assets
-from paceline.models.assets import resolve_model
+from paceline.models.assets import link_folder, resolve_model
 from paceline.models.convert import convert_gguf
 from paceline.models.gguf_blocks import BLOCK_TYPES
-from paceline.models.gguf_file import WHOLE_TYPES, read_whole
+from paceline.models.gguf_file import WHOLE_TYPES, GgufFile, read_whole
 from paceline.models.gguf_reference import read_reference
 from paceline.models.packed_writing import Writing
 from tests.models.gguf_files import write_gguf
@@ -97,6 +98,24 @@ def test_another_file_in_its_place_is_an_error_and_not_another_model(tmp_path: P
     source.unlink()
     with pytest.raises(ModelError, match=rf"{re.escape(str(source))} is missing"):
         load(tmp_path / "out", "gguf")
+
+
+@pytest.mark.parametrize("how", ["native", "transformers"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(
+    tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    source, _ = write(tmp_path, save_llama)
+    convert_gguf(source, tmp_path / "out")
+    place = tensor_of(source, "blk.0.ffn_up.weight").data_offset + 2
+    original = GgufFile.read
+
+    def read(file: GgufFile, name: str) -> torch.Tensor:
+        overwrite(source, place, b"\x05")
+        return original(file, name)
+
+    monkeypatch.setattr(GgufFile, "read", read)
+    with pytest.raises(ModelError, match="has changed since it was read; start again"):
+        load(tmp_path / "out", "none", kernels="reference") if how == "native" else read_whole(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -241,6 +260,27 @@ class TestPlaces:
         load(folder, "gguf")
 
     @pytest.mark.slow
+    def test_a_copy_of_the_file_takes_nothing_from_a_running_stack(self, tmp_path: Path, save_llama: Any) -> None:
+        source, _ = write(tmp_path, save_llama)
+        folder = resolve_model(str(source), tmp_path / "cache", silent)
+        (tmp_path / "other").mkdir()
+        copy = Path(shutil.copy(source, tmp_path / "other" / "tiny.gguf"))
+        assert resolve_model(str(copy), tmp_path / "cache", silent) == folder
+        copy.unlink()
+        load(folder, "gguf")
+
+    @pytest.mark.slow
+    def test_a_damaged_part_of_the_folder_is_made_again(self, tmp_path: Path, save_llama: Any) -> None:
+        source, _ = write(tmp_path, save_llama)
+        convert_gguf(source, tmp_path / "out")
+        source.rename(tmp_path / "out" / "weights.gguf")
+        overwrite(tmp_path / "out" / "weights.gguf", 4096, b"\x05\x06")
+        with pytest.raises(
+            ModelError, match=rf"weights\.gguf is damaged; remove {tmp_path / 'out'}, and the next start"
+        ):
+            load(tmp_path / "out", "gguf")
+
+    @pytest.mark.slow
     def test_a_file_that_was_fetched_for_this_becomes_a_part_of_the_folder(
         self, tmp_path: Path, save_llama: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -254,3 +294,30 @@ class TestPlaces:
         assert (folder / "weights.gguf").is_file()
         assert not (folder / "weights.gguf").is_symlink()
         assert load(folder, "gguf").config.num_layers == 1
+
+
+def test_two_processes_may_make_the_same_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, original, others = tmp_path / "link", Path.replace, [tmp_path / "second"]
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+
+    def replace(path: Path, target: Path) -> Path:
+        if others:
+            link_folder(others.pop(), link)
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    link_folder(tmp_path / "first", link)
+    assert link.resolve() == tmp_path / "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "link", "second"]
+
+
+def test_a_folder_that_may_not_be_entered_is_an_error_of_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, **_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(ModelError, match=r"tiny\.gguf does not exist"):
+        resolve_model(str(tmp_path / "private" / "tiny.gguf"), tmp_path / "cache", silent)
