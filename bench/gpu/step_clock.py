@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from paceline.core.kv_coding import KVCoding
 from paceline.engine.engine import Runner
 from paceline.engine.step import Step, StepResult
 from paceline.kernels.interface import ForwardInputs, Logits
@@ -109,6 +110,10 @@ class WatchedModel:
         self.config = model.config
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
+
+    def code_kv(self, coding: KVCoding) -> None:
+        self._model.code_kv(coding)
+        self.group_shapes, self.layer_groups = self._model.group_shapes, self._model.layer_groups
 
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None

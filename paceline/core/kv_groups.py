@@ -23,6 +23,12 @@ _FINE_TOKENS = 64
 """Groups are divided only if prefixes would be reused in units of more tokens than this."""
 
 
+def groups_of_layers(shapes: Sequence[GroupShape]) -> tuple[int, ...]:
+    """Return the group of each layer of a model, as an index into its groups."""
+    group_of = {layer: index for index, shape in enumerate(shapes) for layer in (*shape.layers, *dict(shape.readers))}
+    return tuple(group_of[layer] for layer in sorted(group_of))
+
+
 def divide_groups(shapes: tuple[GroupShape, ...]) -> tuple[GroupShape, ...]:
     """Return groups with keys and values for the same layers, so that prefixes can be reused in small units.
 

@@ -149,15 +149,12 @@ class GroupShape:
             return (self,)
         bounds = [len(self.layers) * index // count for index in range(count + 1)]
         parts = [self.layers[begin:end] for begin, end in pairwise(bounds)]
-        return tuple(
-            replace(
-                self,
-                name=f"{self.name}-{index}",
-                layers=layers,
-                readers=tuple(pair for pair in self.readers if pair[1] in layers),
-            )
-            for index, layers in enumerate(parts)
-        )
+        return tuple(self.part(f"{self.name}-{index}", layers) for index, layers in enumerate(parts))
+
+    def part(self, name: str, layers: tuple[int, ...]) -> GroupShape:
+        """Return the group of some of these layers, and of the layers that read their caches."""
+        readers = tuple(pair for pair in self.readers if pair[1] in layers)
+        return replace(self, name=name, layers=layers, readers=readers)
 
     def with_drafts(self, drafts: int) -> GroupShape:
         """Return this shape with states that can go back by `drafts` tokens, because their blocks keep the tokens'

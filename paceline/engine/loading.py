@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.core.config import ChosenQuantization, KVCacheDType, ModelImpl
+from paceline.core.config import ChosenQuantization, ModelImpl
 from paceline.core.errors import ConfigError
+from paceline.core.kv_coding import NO_CODING, KVCoding
 from paceline.core.kv_layout import KV_CACHE_PART, GroupShape, KVLayout, make_layout
 from paceline.core.speculative import SpeculativeConfig
 from paceline.engine.assistant import AssistantDrafter
@@ -38,7 +39,7 @@ from paceline.models.draft import check_speculative, check_vocabularies, read_dr
 from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import ModelIdentity, implementation_name, model_identity
-from paceline.models.kv_codes import check_kv_cache_dtype
+from paceline.models.kv_codes import check_kv_coding
 from paceline.models.loader import load_assistant, load_encoders, load_model
 from paceline.models.weight_sizes import weight_sizes
 
@@ -113,23 +114,21 @@ def load(
     quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
-    kv_cache_dtype: KVCacheDType = "auto",
+    kv_coding: KVCoding = NO_CODING,
 ) -> Loaded:
     """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
     Args:
         packed_dir: folder in which the workers of a host share packed weights; None shares none.
         model_impl, trust_remote_code: the arguments of `load_model`, also for the draft model.
-        kv_cache_dtype: the type of keys and values, also for the draft model.
+        kv_coding: the code of keys and values, also for the draft model.
 
     Raises:
         ConfigError: the options contradict the model or each other.
         ModelError: a model cannot be read.
     """
-    if kv_cache_dtype != "auto" and not kernels.reads_codes:
-        raise ConfigError(f"--kv-cache-dtype {kv_cache_dtype} needs --kernels native or reference, not {kernels.name}")
     check_speculative(speculative, folder, model_impl)
-    check_kv_cache_dtype(kv_cache_dtype, read_facts(folder, model_impl), read_draft_config(speculative, model_impl))
+    check_kv_coding(kv_coding, read_facts(folder, model_impl), read_draft_config(speculative, model_impl))
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     grammars = Grammars(folder)
     code = (model_impl, trust_remote_code)
@@ -137,8 +136,7 @@ def load(
         preparing = thread.submit(grammars.prepare)
         model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
     preparing.result()
-    if kv_cache_dtype != "auto":
-        model.code_kv(kv_cache_dtype)
+    model.code_kv(kv_coding)
     draft_folder, has_assistant = _draft(speculative)
     draft_model = assistant = None
     if draft_folder is not None and has_assistant:
@@ -146,13 +144,12 @@ def load(
     elif draft_folder is not None:
         draft_model = load_model(draft_folder, dtype, kernels, device, packed_dir, "none", *code)
         check_vocabularies(draft_model.config, model.config)
-        if kv_cache_dtype != "auto":
-            draft_model.code_kv(kv_cache_dtype)
+        draft_model.code_kv(kv_coding.of_drafter())
     shapes, draft_shapes = model.group_shapes, () if draft_model is None else draft_model.group_shapes
     row_size = encoding_size(folder, model_impl)
     encoders = partial(_load_encoders, identities.model, folder, dtype, kernels, device, packed_dir, *code)
     own = shapes, len(model.layer_groups), draft_shapes
-    layout = identities.layout(*own, dtype, speculative, row_size, kv_cache_dtype)
+    layout = identities.layout(*own, dtype, speculative, row_size, kv_coding)
     identities.check()
     return Loaded(
         model,
@@ -189,7 +186,7 @@ def load_encoders_alone(
     packed_dir: Path | None = None,
     quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
-    kv_cache_dtype: KVCacheDType = "auto",
+    kv_coding: KVCoding = NO_CODING,
 ) -> LoadedEncoders:
     """Load the encoders of a model without its text model. Arguments and errors are those of `load`.
 
@@ -204,17 +201,16 @@ def load_encoders_alone(
     identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
     config = read_config(folder)
     draft_shapes: tuple[GroupShape, ...] = ()
-    code = "" if kv_cache_dtype == "auto" else kv_cache_dtype
-    shapes, layer_groups = kv_groups(config, code)
+    shapes, layer_groups = kv_groups(config, kv_coding)
     longest = config.max_position
     draft_folder, has_assistant = _draft(speculative)
     if draft_folder is not None:
         draft = read_assistant(draft_folder) if has_assistant else read_config(draft_folder)
         longest = min(longest, draft.max_position)
-        draft_shapes = () if has_assistant else kv_groups(draft, code)[0]
+        draft_shapes = () if has_assistant else kv_groups(draft, kv_coding.of_drafter())[0]
     row_size = encoding_size(folder, model_impl)
     own = shapes, len(layer_groups), draft_shapes
-    layout = identities.layout(*own, dtype, speculative, row_size, kv_cache_dtype)
+    layout = identities.layout(*own, dtype, speculative, row_size, kv_coding)
     encoders = _load_encoders(identities.model, folder, dtype, kernels, device, packed_dir)
     identities.check()
     return LoadedEncoders(encoders, layout, longest, identities.model.weights)
@@ -264,24 +260,24 @@ class _Identities:
         dtype: torch.dtype,
         speculative: SpeculativeConfig | None,
         row_size: int,
-        kv_cache_dtype: KVCacheDType,
+        kv_coding: KVCoding,
     ) -> KVLayout:
         """Return the layout of a model's blocks.
 
         Args:
-            shapes: the model's groups.
+            shapes: the model's groups, with their codes.
             layers: number of the model's layers.
             draft_shapes: groups of a draft model with KV of its own.
             row_size: elements of a row of an encoding; 0 if the model has no encoders.
-            kv_cache_dtype: the type of keys and values, which the groups have already.
+            kv_coding: the choice of the codes, which the groups have already.
         """
         identity, parts = self.model.digest, self.model.parts
         if self.draft is not None:
             shapes += tuple(shape.of_drafter(layers) for shape in draft_shapes)
             identity += self.draft.digest
             parts += tuple((f"draft model's {name}", value) for name, value in self.draft.parts)
-        if kv_cache_dtype != "auto":
-            parts += ((KV_CACHE_PART, kv_cache_dtype),)
+        if kv_coding.code:
+            parts += ((KV_CACHE_PART, str(kv_coding)),)
         drafts = 0 if speculative is None else speculative.num_speculative_tokens
         return replace(make_layout(shapes, dtype.itemsize, identity, drafts, row_size), parts=parts)
 

@@ -18,7 +18,6 @@ class Composed(TorchEncoding):
     """Base class with the fused operations. A backend with kernels for them computes the same bits in fewer passes."""
 
     compiles_states = False
-    reads_codes = True
 
     @property
     def chooser(self) -> TokenChooser | None:

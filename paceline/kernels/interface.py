@@ -168,9 +168,6 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
     quantized_packing: str
     """Name of the layout, as `packing`, for a model whose matrices may be quantized."""
 
-    reads_codes: bool
-    """Whether caches may have keys and values in 8-bit codes (`LayerCache.scales`)."""
-
     @property
     def chooser(self) -> TokenChooser | None:
         """The chooser of tokens on the device; None if the host's sampler chooses them."""

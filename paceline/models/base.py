@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.kv_groups import divide_groups, state_groups
+from paceline.core.kv_coding import NO_CODING, KVCoding
+from paceline.core.kv_groups import divide_groups, groups_of_layers, state_groups
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.interface import ForwardInputs, Logits
 from paceline.kernels.packed_weight import PackedWeight
@@ -131,10 +132,10 @@ class _Parts(Protocol):
     layer_groups: tuple[int, ...]
     """The group of each layer, as an index into `group_shapes`."""
 
-    def code_kv(self, code: str) -> None:
+    def code_kv(self, coding: KVCoding) -> None:
         """Choose the groups for keys and values in an 8-bit code, before the first pass.
 
-        code: the name of the code. Raises ConfigError if keys and values cannot have it.
+        Raises ConfigError if keys and values cannot have it.
         """
 
     def logits(self, hidden: Tensor) -> Logits:
@@ -195,13 +196,13 @@ class Model(_Parts, Protocol):
         """
 
 
-def kv_groups(config: ModelConfig, code: str = "") -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
+def kv_groups(config: ModelConfig, coding: KVCoding = NO_CODING) -> tuple[tuple[GroupShape, ...], tuple[int, ...]]:
     """Return the KV groups of a model whose layers differ only in their type, and the group index of each layer.
 
     A layer that reads another layer's KV is a reader in the other layer's group.
 
     Args:
-        code: the name of the 8-bit code of keys and values; empty for none. Groups of states fit to it.
+        coding: the 8-bit code of keys and values, and its layers. Groups of states fit to it.
 
     Raises:
         ConfigError: keys and values cannot have this code.
@@ -224,15 +225,15 @@ def kv_groups(config: ModelConfig, code: str = "") -> tuple[tuple[GroupShape, ..
             window=window,
             planes=planes,
             readers=tuple(pair for pair in sources.items() if config.layer_types[pair[1]] in own_kinds),
-        ).coded(code)
+        )
         for (kv_heads, head_dim, window, planes), own_kinds in by_cache.items()
     )
+    shapes = coding.applied(shapes)
     if recurrent := [layer for layer, kind in enumerate(config.layer_types) if kind not in config.attention]:
         shapes += state_groups(config.layer_types[recurrent[0]], recurrent, _state_parts(config), shapes)
     else:
         shapes = divide_groups(shapes)
-    group_of = {layer: index for index, shape in enumerate(shapes) for layer in (*shape.layers, *dict(shape.readers))}
-    return shapes, tuple(group_of[layer] for layer in range(config.num_layers))
+    return shapes, groups_of_layers(shapes)
 
 
 def _state_parts(config: ModelConfig) -> tuple[tuple[int, ...], ...]:

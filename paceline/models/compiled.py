@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from paceline.core.kv_coding import KVCoding
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.interface import Forward, ForwardInputs, Kernels, Taps
 from paceline.kernels.transfer import to_device
@@ -40,8 +41,8 @@ class CompiledModel:
         passes: list[Forward] = [model.forward, partial(model.forward, embedded=True)]
         self._run, self._run_embedded = [kernels.compile(run) if compiles else run for run in passes]
 
-    def code_kv(self, code: str) -> None:
-        self._model.code_kv(code)
+    def code_kv(self, coding: KVCoding) -> None:
+        self._model.code_kv(coding)
         self.group_shapes, self.layer_groups = self._model.group_shapes, self._model.layer_groups
 
     def forward(

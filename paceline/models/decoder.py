@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from paceline.core.kv_coding import KVCoding
 from paceline.kernels.interface import ForwardInputs, Kernels, Logits, NormKind
 from paceline.models.base import EncodedRows, Weights, kv_groups
 from paceline.models.blocks import AttentionStep, Embedding, RMSNorm
@@ -69,8 +70,8 @@ class Decoder:
         self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
         self._rotary = Rotary(config, self._embedding.device, kernels)
 
-    def code_kv(self, code: str) -> None:
-        self.group_shapes, self.layer_groups = kv_groups(self.config, code)
+    def code_kv(self, coding: KVCoding) -> None:
+        self.group_shapes, self.layer_groups = kv_groups(self.config, coding)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return self._embedding.embed(token_ids, self._embedding_scale)

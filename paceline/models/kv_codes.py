@@ -1,21 +1,32 @@
-"""The check of --kv-cache-dtype, before weights are read."""
+"""The check of --kv-cache-dtype and --kv-cache-dtype-skip-layers, before weights are read."""
 
 from __future__ import annotations
 
-from paceline.core.config import KVCacheDType
+from paceline.core.kv_coding import KVCoding
 from paceline.core.kv_layout import GroupShape
 from paceline.models.model_config import ModelConfig, ModelFacts
 
 
-def check_kv_cache_dtype(kv_cache_dtype: KVCacheDType, *models: ModelFacts | None) -> None:
-    """Raise ConfigError if keys and values of native models cannot have this type.
+def check_kv_coding(coding: KVCoding, model: ModelFacts, drafter: ModelFacts | None) -> None:
+    """Raise ConfigError if keys and values of native models cannot have these codes.
 
-    models: a model and its draft model. None, and models whose caches are known only after loading, pass.
+    A drafter that is None, and models whose caches are known only after loading, pass.
     """
-    for model in models:
+    for own, config in ((coding, model), (coding.of_drafter(), drafter)):
         # An assistant reads its target's keys and values, and has none of its own.
-        if kv_cache_dtype == "auto" or not isinstance(model, ModelConfig) or model.assistant is not None:
+        if not coding.code or not isinstance(config, ModelConfig) or config.assistant is not None:
             continue
-        for attention in model.attention.values():
-            planes = 2 if attention.latent is None else 1
-            GroupShape("any", (0,), attention.num_kv_heads, attention.head_dim, planes=planes).coded(kv_cache_dtype)
+        own.applied(tuple(_shapes(config)))
+
+
+def _shapes(config: ModelConfig) -> list[GroupShape]:
+    """Return a group for each kind of attention."""
+    shapes = []
+    for kind, attention in config.attention.items():
+        own = [layer for layer, other in enumerate(config.layer_types) if other == kind]
+        layers = tuple(layer for layer in own if layer not in config.kv_sources)
+        planes = 2 if attention.latent is None else 1
+        if layers:
+            sizes = attention.num_kv_heads, attention.head_dim, attention.window
+            shapes.append(GroupShape(str(kind), layers, *sizes, planes=planes))
+    return shapes

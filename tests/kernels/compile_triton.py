@@ -22,13 +22,21 @@ from triton.runtime.jit import KernelParam
 
 from paceline.kernels import select_kernels
 from paceline.kernels.batch import AttentionBatch, GroupTables
-from paceline.kernels.caches import view_pool
+from paceline.kernels.caches import view_coded_pool, view_pool
 from paceline.kernels.choosing import Draw
+from paceline.kernels.codes import KVCode
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import HeadNorms, Kernels, NormKind
 from paceline.kernels.triton_kernels.blocks import pack_blocks, unpack_blocks
 
-_TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
 Launch = tuple[triton.JITFunction, tuple[Any, ...], dict[str, Any]]
@@ -45,6 +53,7 @@ def launches(
     sinks: bool = False,
     planes: int = 2,
     looks_ahead: bool = False,
+    code: KVCode | None = None,
 ) -> list[Launch]:
     """Return the launches of a layer of this shape for a step with a prompt and a long context, in bf16."""
     recorded: list[Launch] = []
@@ -67,6 +76,8 @@ def launches(
         slot_elements = 32 * planes * kv_heads * 16 * head_dim
         pool = torch.empty(40_000 * slot_elements, dtype=dtype)
         cache = view_pool(pool, slot_elements, 32, kv_heads, 16, head_dim, planes)
+        if code is not None:
+            cache = view_coded_pool(pool, slot_elements * dtype.itemsize, 32, kv_heads, 16, head_dim, code)
         places = torch.empty(tokens, dtype=torch.int64)
         group = GroupTables(16, window, torch.empty(2, 200, dtype=torch.int32), places, places)
         keys = torch.empty(tokens, kv_heads, head_dim, dtype=dtype)
@@ -126,7 +137,9 @@ def compile_launch(
     return {
         "kernel": kernel.__name__,
         "architecture": architecture,
+        "code": constants.get("CODE", 0),
         "shared_bytes": compiled.metadata.shared,
+        "byte_loads": compiled.asm["ptx"].count("ld.global.b8"),
         "wide_copies": compiled.asm["ptx"].count("cp.async.cg"),  # instructions that copy 16 bytes to shared memory
     }
 
@@ -145,6 +158,7 @@ def _type_of(value: object) -> str:
 
 
 _ATTENTION = ("attend", "combine")
+_CODED = ("attend", "store_codes")
 _DIFFERING = (*_ATTENTION, "rms_norm", "add_rms_norm", "rotate", "rotate_and_store")
 MODELS: dict[str, tuple[Callable[[], list[Launch]], tuple[str, ...]]] = {
     "llama": (lambda: launches(32, 8, 128, 0, 0.0), ()),
@@ -154,6 +168,8 @@ MODELS: dict[str, tuple[Callable[[], list[Launch]], tuple[str, ...]]] = {
     ),
     "gemma4": (lambda: launches(8, 1, 512, 0, 0.0, NormKind.WIDE, head_norms=True), _DIFFERING),
     "gpt_oss": (lambda: launches(64, 8, 64, 128, 0.0, sinks=True), _ATTENTION),
+    "int8": (lambda: launches(32, 8, 128, 0, 0.0, code=KVCode.INT8), _CODED),
+    "fp8_e4m3": (lambda: launches(4, 1, 256, 512, 0.0, code=KVCode.FP8_E4M3), _CODED),
     # The queries of all heads are tokens of one KV head here, whose vectors are keys and values.
     "deepseek": (lambda: launches(16, 1, 576, 0, 0.0, planes=1), (*_ATTENTION, "store_kv", "matmul")),
 }

@@ -24,6 +24,7 @@ from paceline.core.config.service import (
 )
 from paceline.core.config.worker import WorkerConfig
 from paceline.core.errors import ConfigError
+from paceline.core.kv_coding import KVCoding
 from paceline.core.options import AutoSize, Size, help_of, option, same_option
 from paceline.core.telemetry import LogFormat
 
@@ -47,6 +48,7 @@ class ServeConfig(PlannerOptions):
     )
     dtype: DType = same_option(WorkerConfig, "dtype")
     kv_cache_dtype: KVCacheDType = same_option(WorkerConfig, "kv_cache_dtype")
+    kv_cache_dtype_skip_layers: str = same_option(WorkerConfig, "kv_cache_dtype_skip_layers")
     quantization: Quantization = same_option(WorkerConfig, "quantization")
     quantization_config: str = same_option(WorkerConfig, "quantization_config")
     model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")
@@ -140,10 +142,16 @@ class ServeConfig(PlannerOptions):
     log_format: LogFormat = same_option(ServiceConfig, "log_format")
     drain_seconds: float = same_option(ServiceConfig, "drain_seconds", default=10.0)
 
+    @property
+    def kv_coding(self) -> KVCoding:
+        """The choice of --kv-cache-dtype and --kv-cache-dtype-skip-layers."""
+        return KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
+
     @model_validator(mode="after")
     def _check_together(self) -> ServeConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
+        KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
         check_http(self)
         if self.planner:
             self.objectives({})

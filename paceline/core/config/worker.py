@@ -14,6 +14,7 @@ from paceline.core.config.service import (
     check_model_code,
     check_step_size,
 )
+from paceline.core.kv_coding import KVCoding
 from paceline.core.options import AutoSize, option
 from paceline.core.speculative import speculative_help
 
@@ -30,10 +31,16 @@ class WorkerConfig(ServiceConfig):
     kv_cache_dtype: KVCacheDType = option(
         "auto",
         "type of keys and values in the KV cache. auto: that of --dtype. int8, or fp8_e4m3 (fp8 for short): codes of 8 "
-        "bits with a scale for each token and head, on CPUs only. Nearly twice as many tokens fit, and half of the "
+        "bits with a scale for each token and head. Nearly twice as many tokens fit, and half of the "
         "bytes are handed over and read. States of recurrent layers, which are most of a hybrid model's memory, and "
-        "encodings keep their type. All workers of a "
-        "model need the same value",
+        "encodings keep their type. All workers of a model need the same value",
+        "model",
+    )
+    kv_cache_dtype_skip_layers: str = option(
+        "",
+        "layers whose keys and values keep the type of --dtype in spite of --kv-cache-dtype, separated by commas: "
+        "numbers of layers, from 0, and sliding_window for all layers with a sliding window. All workers of a model "
+        "need the same value",
         "model",
     )
     packed_dir: str = option(
@@ -144,4 +151,10 @@ class WorkerConfig(ServiceConfig):
     def _check_together(self) -> WorkerConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
+        KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
         return self
+
+    @property
+    def kv_coding(self) -> KVCoding:
+        """The choice of --kv-cache-dtype and --kv-cache-dtype-skip-layers."""
+        return KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)

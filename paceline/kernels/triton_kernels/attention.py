@@ -14,6 +14,7 @@ from paceline.kernels.caches import LayerCache
 from paceline.kernels.transfer import to_device
 from paceline.kernels.triton_kernels.device import INTERPRETED
 from paceline.kernels.triton_kernels.device import attention as device
+from paceline.kernels.triton_kernels.rowwise import cache_strides
 
 _ROWS = 64
 """Number of rows of each tile. Another number could select another matrix instruction, which adds in another order. In
@@ -119,24 +120,25 @@ def attention(
     looks_ahead: bool,
 ) -> Tensor:
     """Launch the kernels for `Kernels.attention`."""
-    assert cache.keys.stride() == cache.values.stride()
-    assert cache.keys.stride(3) == 1
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
     out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-    kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
+    kv_heads, head_dim = cache.keys.shape[1], queries.shape[2]
     shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": plan.tile_rows, "SPLIT": SPLIT}
     shape |= {"DIM": _padded(head_dim), "enable_fp_fusion": False}
     last_keys = plan.last_keys if looks_ahead else None
     shape |= {"SINKS": sinks is not None, "AHEAD": last_keys is not None}
-    tile = shape | _tile_options(shape["DIM"] * cache.keys.itemsize, cache.keys.itemsize)
+    itemsize = queries.itemsize  # also of keys, or of the numbers of their codes
+    tile = shape | _tile_options(shape["DIM"] * itemsize, itemsize)
+    tile["CODE"] = 0 if cache.code is None else int(cache.code)
     tile |= {"CAPPED": softcap != 0, "BLOCK_TOKENS": tables.block_tokens, "INTERPRETED": INTERPRETED}
     # Scores are exponents of 2 instead of e, because the hardware computes powers of 2.
     inner, outer = (scale / softcap, softcap * math.log2(math.e)) if softcap else (scale * math.log2(math.e), 0.0)
-    # `out` stands in for what a launch does not use: sinks, last keys, states and accs.
+    # `out` stands in for what a launch does not use: sinks, last keys, scales, states and accs.
     own_sinks = out if sinks is None else sinks
     bounds = (plan.query_start, plan.context_len, out if last_keys is None else last_keys)
-    sources = (queries, cache.keys, cache.values, own_sinks, tables.tables, *bounds)
-    scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache.keys.stride()[:3], inner, outer)
+    scales = (out, out) if cache.scales is None else (cache.scales.keys, cache.scales.values)
+    sources = (queries, cache.keys, cache.values, *scales, own_sinks, tables.tables, *bounds)
+    scalars = (*queries.stride()[:2], tables.tables.stride(0), *cache_strides(cache), inner, outer)
     if len(plan.whole):
         device.attend[len(plan.whole), kv_heads](out, out, out, *sources, plan.whole, 0, *scalars, APART=False, **tile)
     if len(plan.apart):

@@ -39,8 +39,6 @@ class TritonKernels(ReferenceKernels):
         ConfigError: `device` is not a GPU. Triton's interpreter allows a CPU instead, for tests.
     """
 
-    reads_codes = False
-
     def __init__(self, device: torch.device, batch_invariant: bool = False) -> None:
         if device.type != ("cpu" if INTERPRETED else "cuda"):
             raise ConfigError(
@@ -106,6 +104,8 @@ class TritonKernels(ReferenceKernels):
         group: GroupTables,
         norms: HeadNorms | None = None,
     ) -> Tensor:
+        if cache.scales is not None:
+            return super().rotate_and_store(queries, keys, values, cos, sin, cache, group, norms)
         return rowwise.rotate_and_store(queries, keys, values, cos, sin, cache, group, norms)
 
     def attention(

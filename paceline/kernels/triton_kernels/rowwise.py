@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.interface import HeadNorms, NormKind
+from paceline.kernels.triton_kernels.device import codes as device_codes
 from paceline.kernels.triton_kernels.device import rowwise as device
 from paceline.kernels.triton_kernels.tuning import Options, Tuner, Untuned
 
@@ -73,21 +74,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def store_kv(keys: Tensor, values: Tensor, cache: LayerCache, group: GroupTables) -> None:
     tokens, heads, head_dim = keys.shape
     keys, values = _with_dense_heads(keys), _with_dense_heads(values)
-    device.store_kv[tokens,](
-        cache.keys,
-        cache.values,
-        keys,
-        values,
-        group.write_slots,
-        group.write_offsets,
-        *_strides(cache),
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        HEADS=heads,
-        PADDED_HEADS=triton.next_power_of_2(heads),
-        HEAD_DIM=head_dim,
-        DIM=triton.next_power_of_2(head_dim),
-    )
+    sources = (keys, values, group.write_slots, group.write_offsets)
+    strides = (*cache_strides(cache), *keys.stride()[:2], *values.stride()[:2])
+    shape = {"HEADS": heads, "PADDED_HEADS": triton.next_power_of_2(heads), "HEAD_DIM": head_dim}
+    shape["DIM"] = triton.next_power_of_2(head_dim)
+    if cache.scales is None:
+        device.store_kv[tokens,](cache.keys, cache.values, *sources, *strides, **shape)
+        return
+    planes = (cache.keys, cache.values, cache.scales.keys, cache.scales.values)
+    device_codes.store_codes[tokens,](*planes, *sources, *strides, CODE=int(cache.scales.code), **shape)
 
 
 def rotate_and_store(
@@ -120,7 +115,7 @@ def rotate_and_store(
         group.write_slots,
         group.write_offsets,
         eps,
-        *_strides(cache),
+        *cache_strides(cache),
         *queries.stride()[:2],
         *keys.stride()[:2],
         *values.stride()[:2],
@@ -164,8 +159,13 @@ def _with_dense_heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 else x.contiguous()
 
 
-def _strides(cache: LayerCache) -> tuple[int, ...]:
-    """Return the strides of slots, heads and positions in a block, which keys and values have in common."""
-    assert cache.keys.stride() == cache.values.stride()
-    assert cache.keys.stride(3) == 1
-    return cache.keys.stride()[:3]
+def cache_strides(cache: LayerCache) -> tuple[int, ...]:
+    """Return the strides of slots, heads, and positions in a block or tiles, which keys and values have in common."""
+    strides = cache.keys.stride()[:3]
+    assert cache.values.stride()[:3] == strides
+    if cache.scales is None:
+        assert cache.keys.stride(3) == cache.values.stride(3) == 1
+        return strides
+    for scales in (cache.scales.keys, cache.scales.values):
+        assert tuple(2 * stride for stride in scales.stride()[:3]) == strides
+    return strides

@@ -18,6 +18,11 @@ FLOATS = ("F16", "BF16", "F32")
 FLOAT8 = ("F8_E4M3",)
 BYTES = ("U8",)
 
+KV_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point")
+"""Ends of the names of a checkpoint's own scales for keys and values in 8 bits. They are not read: with
+--kv-cache-dtype, each token and head gets a scale of its own, which is more exact.
+"""
+
 ANY = -1
 """Marks the size of a stored tensor of one dimension that is known only from the file."""
 

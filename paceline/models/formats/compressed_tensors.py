@@ -14,6 +14,7 @@ from paceline.models.formats.base import (
     BYTES,
     FLOAT8,
     FLOATS,
+    KV_SCALES,
     PACKED,
     Codes,
     Json,
@@ -60,8 +61,7 @@ class CompressedTensors:
         ".input_zero_point",
         ".input_global_scale",
         ".output_scale",
-        ".k_scale",
-        ".v_scale",
+        *KV_SCALES,
     )
 
     def __init__(self, config: Json) -> None:
@@ -71,7 +71,7 @@ class CompressedTensors:
         if object_field(config, _NAME, "transform_config"):
             raise refuse(_NAME, "with transforms of activations (transform_config), which are not supported")
         groups = object_field(config, _NAME, "config_groups")
-        if not groups:
+        if not groups and not object_field(config, _NAME, "kv_cache_scheme"):
             raise refuse(_NAME, "but config_groups is empty")
         self._schemes: list[tuple[Sequence[str], _Scheme]] = []
         for name in groups:

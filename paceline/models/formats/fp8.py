@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from paceline.models.formats.base import FLOAT8, FLOATS, Codes, Json, StoredTensor, floats_of_8_bits, refuse
+from paceline.models.formats.base import FLOAT8, FLOATS, KV_SCALES, Codes, Json, StoredTensor, floats_of_8_bits, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +16,7 @@ class Float8:
 
     name: ClassVar[str] = "FP8"
     marks: ClassVar[Sequence[str]] = (".weight_scale_inv", ".weight_scale")
-    unread: ClassVar[Sequence[str]] = (".input_scale", ".activation_scale", ".k_scale", ".v_scale")
+    unread: ClassVar[Sequence[str]] = (".input_scale", ".activation_scale", *KV_SCALES)
 
     def __init__(self, config: Json) -> None:
         kind = str(config.get("fmt") or "e4m3").lower()

@@ -10,6 +10,7 @@ from paceline.models.formats.base import (
     BYTES,
     FLOAT8,
     FLOATS,
+    KV_SCALES,
     Codes,
     Json,
     StoredTensor,
@@ -29,10 +30,12 @@ class ModelOpt:
 
     name: ClassVar[str] = "ModelOpt"
     marks: ClassVar[Sequence[str]] = (".weight_scale",)
-    unread: ClassVar[Sequence[str]] = (".input_scale", ".k_scale", ".v_scale")
+    unread: ClassVar[Sequence[str]] = (".input_scale", *KV_SCALES)
 
     def __init__(self, config: Json) -> None:
         algorithm = str(config.get("quant_algo") or "").upper()
+        if not algorithm and (config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")):
+            algorithm = "FP8"  # only keys and values are quantized, so no matrix has a mark
         if algorithm not in ("FP8", "NVFP4"):
             raise refuse(self.name, f"with the algorithm {algorithm or None}; supported are FP8 and NVFP4")
         self._is_fp4 = algorithm == "NVFP4"

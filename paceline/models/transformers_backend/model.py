@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigError, ModelError
+from paceline.core.kv_coding import KVCoding
+from paceline.core.kv_groups import groups_of_layers
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.interface import ForwardInputs, Kernels, Logits
@@ -86,8 +88,9 @@ class TransformersModel:
         except ModelError as error:
             raise ModelError(f"{self.config.architecture} cannot run: {error}") from error
 
-    def code_kv(self, code: str) -> None:
-        self.group_shapes = tuple(shape.coded(code) for shape in self.group_shapes)
+    def code_kv(self, coding: KVCoding) -> None:
+        self.group_shapes = coding.applied(self.group_shapes)
+        self.layer_groups = groups_of_layers(self.group_shapes)
 
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None

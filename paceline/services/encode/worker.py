@@ -43,7 +43,7 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
         setup.packed_dir,
         quantization_of(config),
         config.model_impl,
-        config.kv_cache_dtype,
+        config.kv_coding,
     )
 
 

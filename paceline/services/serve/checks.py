@@ -16,7 +16,7 @@ from paceline.models.config import has_native_encoders, read_facts, read_format,
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.folder import count_weights
 from paceline.models.gguf_reference import has_reference
-from paceline.models.kv_codes import check_kv_cache_dtype
+from paceline.models.kv_codes import check_kv_coding
 from paceline.models.model_config import ModelConfig
 from paceline.models.weight_sizes import weight_sizes
 from paceline.services.serve.settings import served_name
@@ -42,7 +42,7 @@ def check_model(config: ServeConfig, folder: Path) -> None:
     speculative = parse_speculative_config(config.speculative_config)
     check_speculative(speculative, folder, config.model_impl)
     models = read_facts(folder, config.model_impl), read_draft_config(speculative, config.model_impl)
-    check_kv_cache_dtype(config.kv_cache_dtype, *models)
+    check_kv_coding(config.kv_coding, *models)
     check_encode_workers(config, folder, config.encode)
 
 

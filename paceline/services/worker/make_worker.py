@@ -82,7 +82,7 @@ async def make_worker(setup: WorkerSetup) -> Worker:
 
 def _load(setup: WorkerSetup) -> Loaded:
     compute, config = setup.compute, setup.config
-    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_cache_dtype
+    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_coding
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
 
 

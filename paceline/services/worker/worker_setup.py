@@ -53,8 +53,8 @@ class ComputeOptions:
         is_exact = form in ("gguf", "checkpoint") and rounds_blocks(kernels, dtype)
         code = implementation_name(Path(config.model), config.model_impl)
         type_name = str(dtype).removeprefix("torch.")
-        if config.kv_cache_dtype != "auto":
-            type_name += f" kv {config.kv_cache_dtype}"
+        if config.kv_coding.code:
+            type_name += f" kv {config.kv_coding}"
         numerics = Numerics(instruction_set_of(kernels, device), type_name, "none" if is_exact else str(form), code)
         return cls(device, dtype, kernels, has_pool, numerics)
 

@@ -21,17 +21,19 @@ from tests.tiny_checkpoints import write_tiny
 OPTIONS: dict[str, Any] = {"max_batched_tokens": 48, "kv_cache_dtype": "int8"}
 
 
-@pytest.mark.parametrize("family", ["llama", "granite_hybrid"])
-async def test_handoff_gives_the_tokens_of_one_engine(family: str, start_host: StartHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "skip"), [("llama", ""), ("llama", "1"), ("granite_hybrid", "")])
+async def test_handoff_gives_the_tokens_of_one_engine(
+    family: str, skip: str, start_host: StartHost, tmp_path: Path
+) -> None:
     heads: dict[str, object] = (
         {"head_dim": 16} if family == "llama" else {"num_attention_heads": 3, "num_key_value_heads": 3}
     )
     write_tiny(tmp_path, family, **heads)
-    cases = prompts(6)
-    async with start_host(tmp_path, **OPTIONS) as host:
+    cases, options = prompts(6), OPTIONS | {"kv_cache_dtype_skip_layers": skip}
+    async with start_host(tmp_path, **options) as host:
         alone = [(await host.generate(prompt, 24, aggregated=True)).tokens for prompt in cases]
         assert await host.all_blocks_back()
-    async with start_host(tmp_path, **OPTIONS) as host:  # nothing is cached
+    async with start_host(tmp_path, **options) as host:  # nothing is cached
         handed = await asyncio.gather(*(host.generate(prompt, 24) for prompt in cases))
         assert [outcome.tokens for outcome in handed] == alone
         cached = await asyncio.gather(*(host.generate(prompt, 24) for prompt in cases))
@@ -65,7 +67,10 @@ async def test_a_worker_with_another_type_says_so_at_its_start(start_host: Start
 def test_numerics_name_the_type_of_keys_and_values(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     named = [
-        ComputeOptions.resolve(WorkerConfig(model=str(tmp_path), dtype="float32", kv_cache_dtype=dtype)).numerics.dtype
-        for dtype in ("auto", "int8", "fp8")
+        ComputeOptions.resolve(
+            WorkerConfig(model=str(tmp_path), dtype="float32", kv_cache_dtype=dtype, kv_cache_dtype_skip_layers=skipped)
+        ).numerics.dtype
+        for dtype, skipped in (("auto", ""), ("int8", ""), ("fp8", "2"))
     ]
-    assert named == ["float32", "float32 kv int8", "float32 kv fp8_e4m3"]
+    of_fp8 = "float32 kv fp8_e4m3 --kv-cache-dtype-skip-layers 2"
+    assert named == ["float32", "float32 kv int8", of_fp8]

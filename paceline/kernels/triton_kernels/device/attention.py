@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from paceline.kernels.triton_kernels.device.arithmetic import dot, tanh
+from paceline.kernels.triton_kernels.device.codes import TILE, decoded, key_offset, scale_offset, value_offset
 
 _PACKED = ["query_start", "context_len", "tiles"]
 """Arguments that are parts of one tensor and begin at any address. The kernel is compiled once for all alignments."""
@@ -33,6 +34,8 @@ def attend(
     queries,
     keys,
     values,
+    key_scales,
+    value_scales,
     sinks,
     tables,
     query_start,
@@ -48,6 +51,7 @@ def attend(
     place_stride,
     inner_scale,
     outer_scale,
+    CODE: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
@@ -66,6 +70,7 @@ def attend(
 
     With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
     HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits). Split 0 is the first split that the tile sees.
+    CODE is a `KVCode`, or 0. With a code, strides of the cache are in bytes, and place_stride is that of tiles.
     With AHEAD, a query sees keys up to last_keys, int64 [tokens]. Otherwise it sees no key after its own.
     """
     kv_head = tl.program_id(1)
@@ -96,12 +101,34 @@ def attend(
             key = first + tl.arange(0, KEYS)
             # Outside of the keys that the tile sees, tables and slots may hold anything.
             exists = (key >= first_key) & (key < end)
-            slot = tl.load(table + key // BLOCK_TOKENS, exists, 0).to(tl.int64)
-            place = slot * slot_stride + kv_head * kv_head_stride + key % BLOCK_TOKENS * place_stride
-            present = exists[:, None] & inside
-            key_tile = tl.load(keys + place[:, None] + dim, present, 0.0)
-            value_tile = tl.load(values + place[:, None] + dim, present, 0.0)
-            scores = dot(query, tl.trans(key_tile), tl.zeros([ROWS, KEYS], tl.float32), INTERPRETED) * inner_scale
+            read = exists
+            if CODE:  # whole tiles: any code is a finite number, and only equal masks let the compiler load words
+                tile_key = first + tl.arange(0, KEYS) // TILE * TILE
+                read = (tile_key + TILE > first_key) & (tile_key < end)
+            slot = tl.load(table + key // BLOCK_TOKENS, read, 0).to(tl.int64)
+            place = slot * slot_stride + kv_head * kv_head_stride
+            present = read[:, None] & inside
+            if CODE:
+                place += key % BLOCK_TOKENS // TILE * place_stride
+                # The compiler cannot see that sixteen codes are adjacent, because it does not know a slot's address.
+                own_dim = tl.arange(0, DIM)[:, None]
+                offset = tl.max_contiguous(
+                    tl.multiple_of(place[None, :] + key_offset(key[None, :], own_dim), (1, 16)), (1, 16)
+                )
+                key_codes = tl.load(keys + offset, read[None, :] & (own_dim < HEAD_DIM), 0)
+                offset = tl.max_contiguous(
+                    tl.multiple_of(place[:, None] + value_offset(key[:, None], dim), (1, 16)), (1, 16)
+                )
+                value_codes = tl.load(values + offset, present, 0)
+                key_tile, value_tile = decoded(key_codes, CODE, query.dtype), decoded(value_codes, CODE, query.dtype)
+            else:
+                place += key % BLOCK_TOKENS * place_stride
+                key_tile = tl.trans(tl.load(keys + place[:, None] + dim, present, 0.0))
+                value_tile = tl.load(values + place[:, None] + dim, present, 0.0)
+            scores = dot(query, key_tile, tl.zeros([ROWS, KEYS], tl.float32), INTERPRETED) * inner_scale
+            if CODE:
+                key_scale = tl.load(key_scales + scale_offset(place, key), exists, 0.0).to(tl.float32)
+                scores *= key_scale[None, :]
             if CAPPED:
                 scores = outer_scale * tanh(scores)
             sees = exists[None, :] & (key[None, :] <= last_key[:, None])
@@ -112,6 +139,9 @@ def attend(
             base = _finite(top)
             weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(own_max - base)
             own_sum = own_sum * kept + tl.sum(weights, 1)
+            if CODE:
+                value_scale = tl.load(value_scales + scale_offset(place, key), exists, 0.0).to(tl.float32)
+                weights = tl.where(sees, weights * value_scale[None, :], 0.0)  # a scale may be NaN
             own_acc = dot(weights.to(value_tile.dtype), value_tile, own_acc * kept[:, None], INTERPRETED)
             own_max = top
         row_max, row_sum, acc = _merge(row_max, row_sum, acc, own_max, own_sum, own_acc)
