@@ -123,7 +123,7 @@ def _mxfp4_rows(rows: Tensor) -> QuantizedMatrix:
     magnitudes = torch.ldexp(blocks, -exponents).abs().clamp(max=_LARGEST_E2M1)
     # The distance of neighbouring numbers is 1/2 below 2, 1 below 4, and 2 above. Ties go to the even code.
     steps = torch.where(magnitudes < 2, 0.5, torch.where(magnitudes < 4, 1.0, 2.0))
-    rounded = ((magnitudes / steps).round() * steps).flatten(1)
+    rounded = ((magnitudes / steps).round() * steps).flatten(1).contiguous()
     table = torch.tensor(E2M1, device=rows.device)
     codes = torch.bucketize(rounded, table[:8]) + 8 * ((blocks.flatten(1) < 0) & (rounded > 0))
     return _floats(codes.to(torch.int8)[:, : rows.shape[1]], _stored(exponents), 4, rows.dtype, table)
