@@ -28,6 +28,10 @@ _EXPERTS = re.compile(r"(?:.*\.)?(?:experts|block_sparse_moe\.(?:input|output)_l
 """The name of a layer's experts, at the beginning of a matrix's name."""
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
 """Last parts of the names of embeddings and heads."""
+_ROUTERS = re.compile(r"(?:.*\.)?(?:router|gate)(?=\.|$)")
+"""The name of a layer's router, at the beginning of a matrix's name."""
+_TABLES = ("embed_tokens_per_layer",)
+"""Last parts of the names of tables that stay in the checkpoint's file."""
 _PART = re.compile(r"(?:\[\d+\])+$")
 _FLAG = "--quantization-config"
 
@@ -69,7 +73,10 @@ class OnlineQuantization:
             return None
         if experts is not None:
             return self.moe
-        return self.embedding if layer.rsplit(".", 1)[-1] in _EMBEDDINGS else self.linear
+        last = layer.rsplit(".", 1)[-1]
+        if last in _TABLES or _ROUTERS.match(layer):
+            return None
+        return self.embedding if last in _EMBEDDINGS else self.linear
 
     def __str__(self) -> str:
         """Return a name that differs from those of all other values."""

@@ -38,7 +38,8 @@ class Pack(Protocol):
 
 PACKING = 2
 """Version of the packing, which is a part of the name that `packed_weights` gets. Raise it when models name, cut or
-order their matrices in another way, or a weight format reads them in another way, so that they are packed again.
+order their matrices in another way, or a weight format reads or rounds them in another way, so that they are packed
+again.
 """
 _MOST_FORMS = 2
 """Number of folders kept for one model, each in another packing: enough to go back one release, or to alternate between

@@ -43,6 +43,27 @@ def test_a_name_alone_rounds_linear_layers_and_experts(name: Any) -> None:
     assert str(found) == name
 
 
+@pytest.mark.parametrize("name", ONLINE_FORMATS)
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        "model.layers.3.mlp.gate.weight",
+        "model.layers.3.mlp.gate.wg.weight",
+        "model.layers.3.mlp.router.gate.weight",
+        "transformer.blocks.3.ffn.router.layer.weight",
+        "model.language_model.embed_tokens_per_layer.weight",
+    ],
+)
+def test_routers_and_tables_are_never_rounded(name: Any, matrix: str) -> None:
+    assert OnlineQuantization.of(name).format_of(matrix) is None
+
+
+def test_gates_of_experts_are_no_routers() -> None:
+    found = chosen({"linear": "mxfp8", "moe": "mxfp4"})
+    assert found.format_of("model.layers.3.mlp.experts.0.gate.weight") == "mxfp4"
+    assert found.format_of("model.layers.3.mlp.gate_proj.weight") == "mxfp8"
+
+
 @pytest.mark.parametrize("name", ["auto", "none", "gguf"])
 def test_other_names_round_nothing(name: Any) -> None:
     assert quantization_of(WorkerConfig(quantization=name)) == name
