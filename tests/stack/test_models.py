@@ -112,7 +112,7 @@ async def test_two_models_behind_one_gateway(stack: Stack, expected: Expected) -
         assert all(repr(name) in unknown.json()["error"]["message"] for name in FAMILIES)
         await check_tokens(client, expected, *FAMILIES)
         assert await answers_of_batch(client, expected) == {"plain": 200, "org/hybrid": 200, "other": 404}
-        async with asyncio.timeout(60):  # on a busy machine, the planner may register some time after the stack is ready
+        async with asyncio.timeout(60):  # the planner may register after the stack is ready
             while not (fleet := stack.fleet())["planners"]:
                 await asyncio.sleep(0.1)
         sizes = {host["model_name"]: host["total"] * host["slot_bytes"] >> 20 for host in fleet["hosts"]}
