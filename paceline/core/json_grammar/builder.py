@@ -42,7 +42,9 @@ class Work:
     spelled: int = 0
     """Number of characters of given texts that are in the grammar with all their spellings so far."""
     parts_left: int = _MOST_PART_WAYS
-    """Number of alternatives that parts of terminals may still have."""
+    """Number of alternatives that further parts of terminals may have."""
+    parts: set[str] = field(default_factory=set)
+    """Expressions of the parts that are in the grammar."""
 
 
 @dataclass
@@ -108,12 +110,15 @@ class Builder(ABC):
             make: makes the expression. It gets a function that returns the name of a part with a given expression.
         """
         left = self._work.parts_left
+        found: set[str] = set()
 
         def named(expression: str) -> str:
             nonlocal left
             ways = expression.count("|") + 1
             self.conjunctions.spend(1 + ways // 4)
-            left -= ways
+            if expression not in self._work.parts and expression not in found:
+                found.add(expression)
+                left -= ways
             if left < 0:
                 raise _TooManyPartsError
             return self.rules.terminal(expression)
@@ -123,6 +128,7 @@ class Builder(ABC):
         except _TooManyPartsError:
             return None
         self._work.parts_left = left
+        self._work.parts |= found
         return made
 
     def types(self, facts: Facts) -> frozenset[str]:

@@ -168,6 +168,11 @@ def test_more_multiples_than_a_grammar_can_hold_are_said() -> None:
     assert accepts(schema, '{"997": 1994, "1009": 3}', '{"997": 1995}') == [True, False]
 
 
+def test_equal_multiples_share_their_terminals() -> None:
+    prices = {f"price{number}": {"type": "number", "multipleOf": 0.05} for number in range(400)}
+    assert not unenforced(ConstraintKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": prices}))
+
+
 def test_white_space_may_stand_before_multiples() -> None:
     """The library's own multiples are grammars inside the grammar: it panics at white space before one that may be left
     out, and forbids it before all others.
