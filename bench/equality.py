@@ -29,9 +29,9 @@ from bench.services import serving
 from bench.systems import ending_on_sigterm
 from bench.thinking import OPTIONS, add_markers, complaints, thinking_requests
 from paceline.core.env import default_cache_dir
-from paceline.models.assets import resolve_model
-from paceline.models.gguf_file import read_whole
-from paceline.models.gguf_reference import REFERENCE_FILE
+from paceline.models.files.gguf_reference import REFERENCE_FILE
+from paceline.models.gguf.file import read_whole
+from paceline.models.sources.assets import resolve_model
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
 

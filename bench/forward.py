@@ -25,8 +25,8 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.interface import Forward, ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.reference import ReferenceKernels
+from paceline.models.files.gguf_reference import has_reference, read_reference
 from paceline.models.folder import weight_files
-from paceline.models.gguf_reference import has_reference, read_reference
 from paceline.models.loader import load_model
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.kvtransfer.arena import Arena

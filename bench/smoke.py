@@ -26,7 +26,7 @@ from pathlib import Path
 from bench.services import free_port
 from bench.systems import System, ending_on_sigterm, running
 from paceline.core.env import default_cache_dir
-from paceline.models.assets import resolve_model
+from paceline.models.sources.assets import resolve_model
 
 SECONDS = 300.0
 """Longest time for one command. Most take a few seconds on a quiet machine."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from paceline.models.gguf_file import read_whole
+from paceline.models.gguf.file import read_whole
 
 
 def main() -> None:

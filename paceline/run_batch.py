@@ -31,7 +31,7 @@ from typing import Any
 from paceline.client import GatewayClient
 from paceline.core.env import child_command
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
-from paceline.models.durable import rename_durably
+from paceline.models.files.durable import rename_durably
 from paceline.services.gateway.api.batches.batch import ENDPOINTS
 from paceline.services.gateway.api.batches.lines import InvalidLineError, error_line, read_line
 

@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from paceline.core import env
 from paceline.core.config import Quantization
-from paceline.models.assets import resolve_model
+from paceline.models.sources.assets import resolve_model
 
 # As the command line does, before torch and gRPC are imported.
 env.share_cores()

@@ -15,7 +15,7 @@ from paceline.cli import _api_key, main
 from paceline.cli.parser import build_parser
 from paceline.cli.services import SERVICES
 from paceline.core.speculative import speculative_help
-from paceline.models.folder_lease import FolderLease
+from paceline.models.files.folder_lease import FolderLease
 
 pytestmark = pytest.mark.slow
 

@@ -110,7 +110,7 @@ def _gateway(arguments: dict[str, Any]) -> GatewayClient:
 
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     from paceline.cli.footprint import report_prepared
-    from paceline.models.assets import link_folder, resolve_model
+    from paceline.models.sources.assets import link_folder, resolve_model
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.core.config import ServeConfig
 from paceline.core.errors import ConfigError
 from paceline.core.progress import size_text
-from paceline.models.cache import CacheEntry, cache_entries, keep_within, prune, removal_text, size_limit
+from paceline.models.files.cache import CacheEntry, cache_entries, keep_within, prune, removal_text, size_limit
 
 _DAY_SECONDS = 86_400.0
 _HEADINGS = ("MODEL", "WHAT", "SIZE", "LAST USE", "IN USE")

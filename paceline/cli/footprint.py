@@ -10,8 +10,8 @@ from paceline.core.config import ServeConfig, quantization_of
 from paceline.core.errors import ModelError, PacelineError
 from paceline.core.kv_layout import make_layout
 from paceline.core.progress import size_text
-from paceline.models.cache import keep_within, removal_text
 from paceline.models.config import is_assistant, read_facts, weight_form
+from paceline.models.files.cache import keep_within, removal_text
 from paceline.models.model_config import ModelConfig
 from paceline.models.weight_sizes import weight_sizes
 

@@ -18,9 +18,9 @@ from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
 from paceline.models.base import FusedExperts
+from paceline.models.files.read_ahead import Lookahead, MappedFiles, safetensors_places, will_read
 from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
-from paceline.models.packed import Pack
-from paceline.models.read_ahead import Lookahead, MappedFiles, safetensors_places, will_read
+from paceline.models.packing.packed import Pack
 
 _NAMED_AT_MOST = 5
 _ROWS_COMPARED = 1024

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from paceline.core.errors import ModelError
+from paceline.models.files.gguf_reference import has_reference, read_reference
 from paceline.models.formats import WeightFormat
-from paceline.models.gguf_reference import has_reference, read_reference
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -11,10 +11,10 @@ from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.models.base import FusedExperts
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.gguf_blocks import BLOCK_TYPES, BlockMatrix
-from paceline.models.gguf_file import GgufFile
-from paceline.models.quantized import Matrix
-from paceline.models.read_ahead import Lookahead
+from paceline.models.files.read_ahead import Lookahead
+from paceline.models.gguf.blocks import BLOCK_TYPES, BlockMatrix
+from paceline.models.gguf.file import GgufFile
+from paceline.models.packing.quantized import Matrix
 
 
 class GgufWeights:

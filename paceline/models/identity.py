@@ -11,9 +11,9 @@ from paceline.core.config import ChosenQuantization, ModelImpl
 from paceline.core.model_folder import PROCESSOR_FILES, QUANTIZATION_FILES
 from paceline.core.online_quantization import as_online
 from paceline.models.config import implementation
-from paceline.models.content import FileContent, read_content
+from paceline.models.files.content import FileContent, read_content
+from paceline.models.files.gguf_reference import REFERENCE_FILE, gguf_files, has_reference, read_reference
 from paceline.models.folder import weight_files
-from paceline.models.gguf_reference import REFERENCE_FILE, gguf_files, has_reference, read_reference
 
 _ADAPTED = ("generation_config.json", "adapter_config.json")
 """Files that `transformers` reads besides config.json when it loads a model."""

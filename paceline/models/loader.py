@@ -22,18 +22,18 @@ from paceline.models.config import (
     read_format,
     weight_form,
 )
-from paceline.models.content import cache_key
 from paceline.models.decoder import TEXT
 from paceline.models.encoders.base import Encoders
 from paceline.models.encoders.registry import make_encoders
+from paceline.models.files.content import cache_key
+from paceline.models.files.gguf_reference import has_reference
 from paceline.models.folder import weight_files
 from paceline.models.gemma4_assistant import Gemma4Assistant
-from paceline.models.gguf_file import GgufFile
-from paceline.models.gguf_reference import has_reference
+from paceline.models.gguf.file import GgufFile
 from paceline.models.gguf_weights import GgufWeights
 from paceline.models.identity import model_identity
-from paceline.models.packed import PACKING, Pack, packed_weights
-from paceline.models.quantized import Packer
+from paceline.models.packing.packed import PACKING, Pack, packed_weights
+from paceline.models.packing.quantized import Packer
 from paceline.models.registry import MODELS
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline.core.config import WeightForm
 from paceline.core.online_quantization import OnlineQuantization, rounded_bytes
 from paceline.models.config import read_format
+from paceline.models.files.gguf_reference import gguf_files, has_reference, read_reference
 from paceline.models.folder import count_weights, stored_tensors
 from paceline.models.formats.base import FLOAT8, FLOATS, PACKED
-from paceline.models.gguf_reference import gguf_files, has_reference, read_reference
 
 _ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _ZEROS = (".qzeros", ".weight_zero_point")

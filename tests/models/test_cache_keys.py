@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.models import assets
-from paceline.models.assets import resolve_model
-from paceline.models.content import FileState
-from paceline.models.conversion import Report
+from paceline.models.files.content import FileState
+from paceline.models.sources import assets
+from paceline.models.sources.assets import resolve_model
+from paceline.models.sources.conversion import Report
 
 TOKENIZER = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 OTHERS = ("generation_config.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", "modeling.py")

@@ -10,7 +10,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import read_config
 from paceline.models.folder import weight_files
 from paceline.models.gpt_oss import GptOss
-from paceline.models.quantized import Packer
+from paceline.models.packing.quantized import Packer
 
 
 def test_a_norm_rounds_once_as_in_transformers(tmp_path: Path, save_gpt_oss: Any) -> None:

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelError
-from paceline.models.content import read_content
-from paceline.models.gguf_reference import GgufReference, PlacedMatrix
+from paceline.models.files.content import read_content
+from paceline.models.files.gguf_reference import GgufReference, PlacedMatrix
 from paceline.models.identity import model_identity
 
 SIZE = 300_000

@@ -58,7 +58,7 @@ def test_an_unreadable_config_is_named(tmp_path: Path) -> None:
 
 
 def test_reading_a_config_or_finding_a_model_imports_no_torch() -> None:
-    code = "import sys, paceline.models.config, paceline.models.assets; sys.exit('torch' in sys.modules)"
+    code = "import sys, paceline.models.config, paceline.models.sources.assets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

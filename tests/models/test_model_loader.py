@@ -18,7 +18,7 @@ from paceline.models import checkpoint as checkpoint_module
 from paceline.models.base import Model
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.loader import load_model
-from paceline.models.quantized import Packer
+from paceline.models.packing.quantized import Packer
 from tests.tiny_checkpoints import write_qwen3_5_with_vision
 
 CPU = torch.device("cpu")

@@ -101,7 +101,7 @@ def test_workers_share_rounded_weights(tmp_path: Path, save_llama: Any, paged_co
     packed = tmp_path / "packed"
     own, first = (logits(tmp_path, paged_contexts, form, packed_dir=folder, dtype=torch.bfloat16)
                   for folder in (None, packed))  # fmt: skip
-    monkeypatch.setattr("paceline.models.quantized.round_matrix", None)
+    monkeypatch.setattr("paceline.models.packing.quantized.round_matrix", None)
     second = logits(tmp_path, paged_contexts, form, packed_dir=packed, dtype=torch.bfloat16)
     assert torch.equal(own, first)
     assert torch.equal(own, second)
@@ -161,7 +161,7 @@ def test_a_checkpoint_leaves_memory_while_it_is_packed(
         seen.append(resident("/model.safetensors"))
         return found
 
-    monkeypatch.setattr("paceline.models.quantized.round_matrix", rounded)
+    monkeypatch.setattr("paceline.models.packing.quantized.round_matrix", rounded)
     load_model(tmp_path, torch.float32, select_kernels(CPU), CPU, quantization="int4")
     assert len(seen) > 10
     assert max(seen) < (tmp_path / "model.safetensors").stat().st_size / 3

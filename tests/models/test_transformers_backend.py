@@ -19,7 +19,7 @@ from bench.tiny_architectures import save_tiny
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels import select_kernels
 from paceline.models.base import Model
-from paceline.models.convert import convert_gguf
+from paceline.models.gguf.convert import convert_gguf
 from paceline.models.identity import implementation_name, model_identity
 from paceline.models.loader import load_model
 from paceline.models.transformers_backend.attention import NAME, Mask, register

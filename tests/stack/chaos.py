@@ -38,7 +38,7 @@ import psutil
 from bench.namespaces import Host, NoNamespacesError
 from bench.namespaces import two_hosts as joined_hosts
 from paceline.core.env import default_cache_dir
-from paceline.models.assets import resolve_model
+from paceline.models.sources.assets import resolve_model
 from paceline.services.common.tasks import end_tasks
 from tests.stack.chaos_clients import Client, Question, Report, attempts, completions, encodings
 from tests.stack.cluster import Cluster

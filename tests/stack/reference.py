@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from paceline.models.gguf_file import read_whole
+from paceline.models.gguf.file import read_whole
 
 _SHORT = 64
 """Prompts of at most this many tokens are computed in one batch."""

@@ -15,7 +15,7 @@ from paceline.core.model_folder import read_object
 from paceline.kernels.encoding import Between
 from paceline.kernels.interface import Kernels
 from paceline.models.encoders.base import Encoders
-from paceline.models.quantized import Packer
+from paceline.models.packing.quantized import Packer
 from paceline.models.transformers_backend.linear import pack_linears
 from paceline.models.transformers_backend.loading import foreign_code, load_config, load_module
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import PackedWeight
-from paceline.models.packed import Pack
+from paceline.models.packing.packed import Pack
 
 
 class PackedLinear(nn.Module):

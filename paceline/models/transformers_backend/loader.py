@@ -10,10 +10,10 @@ from paceline.core.config import ChosenQuantization
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
 from paceline.models.config import weight_form
-from paceline.models.content import cache_key
+from paceline.models.files.content import cache_key
 from paceline.models.identity import implementation_name, model_identity
-from paceline.models.packed import PACKING, Pack, packed_weights
-from paceline.models.quantized import Packer
+from paceline.models.packing.packed import PACKING, Pack, packed_weights
+from paceline.models.packing.quantized import Packer
 from paceline.models.transformers_backend.model import TransformersModel
 
 

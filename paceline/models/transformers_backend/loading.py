@@ -17,9 +17,9 @@ from safetensors import safe_open
 from paceline.core.errors import ConfigError, ModelError
 from paceline.models.checkpoint import refuse_misfits
 from paceline.models.config.transformers import IMAGE_ARCHITECTURES
+from paceline.models.files.gguf_reference import has_reference
 from paceline.models.folder import weight_files
-from paceline.models.gguf_file import read_whole
-from paceline.models.gguf_reference import has_reference
+from paceline.models.gguf.file import read_whole
 from paceline.models.transformers_backend.attention import NAME, register
 
 _LONGEST_MESSAGE = 400

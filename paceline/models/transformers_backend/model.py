@@ -20,7 +20,7 @@ from paceline.kernels.interface import ForwardInputs, Kernels, Logits
 from paceline.models.base import PADDING, EncodedRows
 from paceline.models.compiled import wanted_rows
 from paceline.models.config.transformers import TransformersConfig
-from paceline.models.packed import Pack
+from paceline.models.packing.packed import Pack
 from paceline.models.transformers_backend.attention import NAME, PagedAttention
 from paceline.models.transformers_backend.images import keep_children
 from paceline.models.transformers_backend.linear import pack_linears

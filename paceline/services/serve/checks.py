@@ -14,8 +14,8 @@ from paceline.core.options import flag, parse_bytes
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
+from paceline.models.files.gguf_reference import has_reference
 from paceline.models.folder import count_weights
-from paceline.models.gguf_reference import has_reference
 from paceline.models.kv_codes import check_kv_coding
 from paceline.models.model_config import ModelConfig
 from paceline.models.weight_sizes import weight_sizes

@@ -11,7 +11,7 @@ from paceline.core.config import ServeConfig
 from paceline.core.machine import available_memory
 from paceline.core.speculative import parse_speculative_config, with_draft_folder
 from paceline.models.draft import is_draft_name
-from paceline.models.folder_lease import FolderLease, lease_model
+from paceline.models.files.folder_lease import FolderLease, lease_model
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.secret import read_secret
 from paceline.services.serve import checks

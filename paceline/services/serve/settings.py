@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.config import GatewayConfig, ServeConfig, own_options
-from paceline.models.gguf_parts import gguf_stem
-from paceline.models.hub_name import parse_hub_name
+from paceline.models.gguf.parts import gguf_stem
+from paceline.models.sources.hub_name import parse_hub_name
 
 _GATEWAY = (
     "host",

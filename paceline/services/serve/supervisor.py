@@ -11,7 +11,7 @@ from typing import Any
 from paceline.core.config import KVTransferConfig, ServeConfig, model_configs
 from paceline.core.errors import ModelError
 from paceline.core.machine import available_memory
-from paceline.models.cache import keep_within, removal_text
+from paceline.models.files.cache import keep_within, removal_text
 from paceline.services.common.secret import make_secret, read_secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import remove_stale_sockets

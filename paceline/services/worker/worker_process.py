@@ -24,7 +24,7 @@ from paceline.core.metrics import Sample
 from paceline.core.model_folder import read_model_files
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
-from paceline.models.folder_lease import lease_model
+from paceline.models.files.folder_lease import lease_model
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import (

@@ -21,7 +21,7 @@ from paceline.models.folder import weight_files
 from paceline.models.formats import find_format
 from paceline.models.formats.mx import decode_mxfp4
 from paceline.models.loader import load_model
-from paceline.models.quantized import Packer
+from paceline.models.packing.quantized import Packer
 from tests.models.formats.stored import whole
 from tests.models.test_model_logits import check_against_reference
 

@@ -15,7 +15,7 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.formats import find_format
-from paceline.models.quantized import Packer
+from paceline.models.packing.quantized import Packer
 from tests.models.formats import test_bitsandbytes, test_fp8, test_modelopt
 
 CPU, SHAPE = torch.device("cpu"), (48, 256)

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.core.config import ServeConfig
 from paceline.core.errors import ConfigError
-from paceline.models.gguf_reference import GgufReference
+from paceline.models.files.gguf_reference import GgufReference
 from paceline.services.serve.checks import (
     LEAST_KV_BYTES,
     PROCESS_BYTES,

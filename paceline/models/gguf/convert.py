@@ -1,0 +1,284 @@
+"""The converter of a GGUF file to a Hugging Face folder: `python -m paceline.models.gguf.convert SOURCE TARGET`.
+
+It is a process of its own. So the memory of transformers is free when it ends, and a parser that crashes on a damaged
+file ends no other process. If it fails, it exits with 1 and prints the reason to standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+from gguf import GGUFReader
+
+from paceline.core.errors import ModelError
+from paceline.core.progress import Progress
+from paceline.models.config import read_config
+from paceline.models.files.content import read_content
+from paceline.models.gguf.convert_dense import ARCHITECTURES, dense_config, dense_sources
+from paceline.models.gguf.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.gguf.convert_rope import ROPE_FACTORS, scales_rope
+from paceline.models.gguf.convert_weights import write_weights
+from paceline.models.gguf.metadata import Metadata, check_parts, check_sizes, check_tokenizer
+from paceline.models.gguf.parts import link_names, part_names
+from paceline.models.gguf.reader import DamagedError, open_gguf
+
+_TEMPLATE = "tokenizer.chat_template."
+"""Beginning of the keys of all chat templates except the default template."""
+_GEMMA4 = "gemma4"
+_PROGRESS_SECONDS = 0.25
+
+# Head sizes that `convert_dense` assumes, or from which the reader of a config computes the scale of attention.
+_HEAD_DIMS = {"gemma3": 256, "qwen3": 128}
+
+# Values that `convert_dense` assumes for a Gemma 3, whatever its file says.
+_OF_GEMMA3 = {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern": 6, "final_logit_softcapping": 0.0}
+
+# Ends of the names of biases that are converted.
+_BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
+
+# Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
+# For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
+_SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
+# Rules that take a piece of text whole if it is a token, without merges. transformers does not restore this.
+_WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "tekken")
+# Rules by which raw prompts begin with BOS if the file does not say otherwise.
+_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
+_SPLITS_DIGITS = ("smollm",)
+# Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
+_SPLITS_COMPOSED = ("qwen2",)
+
+# Tokens after which a Gemma 4's answer ends. A file names at most two of them.
+_GEMMA4_STOPS = ("<turn|>", "<|tool_response>")
+
+
+def convert_gguf(source: Path, target: Path) -> None:
+    """Write config, generation config, tokenizer, chat template, small tensors and a reference to the file to `target`.
+
+    If the file is split, `source` is its first part, and the others are beside it.
+
+    Raises:
+        ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
+    """
+    with _named(source):
+        parts = part_names(source.name)
+        readers = [open_gguf(source.parent / name) for name in parts]
+        check_parts(parts, readers)
+        metadata = Metadata(readers[0], readers[1:])
+        if problem := _problem(metadata):
+            raise ModelError(problem)
+        check_tokenizer(metadata)
+        if metadata.architecture != _GEMMA4:
+            check_sizes(metadata)
+        target.mkdir(exist_ok=True)
+        with _only_reader(readers[0]):
+            _write_tokenizer(source, metadata, target)
+        links = link_names(len(parts))
+        content = read_content({link: source.parent / name for link, name in zip(links, parts)})
+        for file in content.files:
+            (target / file.name).unlink(missing_ok=True)
+            (target / file.name).symlink_to(file.path)
+        _write_model(readers, metadata, target, {file.name: file.digest for file in content.files})
+        content.check()
+    for path in target.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o644)  # safetensors writes private files, but users may share a cache
+    read_config(target)
+
+
+def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path, digests: Mapping[str, str]) -> None:
+    """Write the config and the weights.
+
+    Args:
+        digests: digest of each part, by the name of the link to it.
+    """
+    tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+    file_of = {tensor.name: number for number, reader in enumerate(readers) for tensor in reader.tensors}
+    tables: Collection[str] = ()
+    if metadata.architecture == _GEMMA4:
+        sources, config, tables = gemma4_sources(tensors), gemma4_config(metadata, tensors), GEMMA4_TABLES
+    else:
+        config = dense_config(metadata, tensors)
+        sources = dense_sources(metadata, config, tensors)
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    write_weights(sources, target, _Shown(), digests, file_of, tables)
+
+
+def _write_tokenizer(source: Path, metadata: Metadata, target: Path) -> None:
+    """Write the tokenizer, the chat template, and the tokens after which an answer ends."""
+    # This import is slow, and not needed to refuse a file.
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
+    tokenizer_class = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
+    tokenizer: Any = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name)
+    _restore_rules(tokenizer, metadata)
+    if named := {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}:
+        tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+    stops = set(_stop_token_ids(metadata))
+    if metadata.architecture == _GEMMA4:
+        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
+        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
+        vocabulary = tokenizer.get_vocab()
+        stops |= {vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary}
+    tokenizer.save_pretrained(target)
+    generation = {"eos_token_id": sorted(stops)} if stops else {}
+    (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
+
+
+class _Shown:
+    """Prints how much of the model is written, as lines that begin with "\\r", no more than a few each second."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._next = 0.0
+
+    def __call__(self, written: int, total: int) -> None:
+        now = time.monotonic()
+        if now < self._next and written < total:
+            return
+        self._progress = self._progress or Progress(total, partial(print, flush=True))
+        self._progress.show(written)
+        self._next = now + _PROGRESS_SECONDS
+
+
+@contextmanager
+def _only_reader(reader: GGUFReader) -> Iterator[None]:
+    """Let transformers use this reader. It would read the file again, for 10 s if it is a Gemma."""
+    original = gguf.GGUFReader
+    gguf.GGUFReader = lambda path: reader  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original  # type: ignore[misc]
+
+
+@contextmanager
+def _named(source: Path) -> Iterator[None]:
+    """Add the file's name, and what to do, to a ModelError that says why it cannot be converted."""
+    try:
+        yield
+    except DamagedError as error:
+        raise ModelError(
+            f"{source.name} is damaged or not a GGUF file: {error}; download it again, or convert the model again with "
+            "llama.cpp's convert_hf_to_gguf.py"
+        ) from error
+    except ModelError as error:
+        raise ModelError(f"{source.name} cannot be converted: {error}; use the model's Hugging Face folder") from error
+
+
+def _problem(metadata: Metadata) -> str:
+    """Return why a file cannot be converted without loss; "" if it can, as far as its metadata tell."""
+    architecture = metadata.architecture
+    known = (*ARCHITECTURES, _GEMMA4)
+    if architecture == "clip":
+        return "it has encoders of images or audio, and no text model"
+    if architecture not in known:
+        return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
+    if architecture == _GEMMA4 and scales_rope(metadata):
+        return "its rope scaling would be lost"
+    if metadata.get("tokenizer.ggml.model") == "gpt2":
+        split = metadata.get("tokenizer.ggml.pre", "none")
+        if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS, *_SPLITS_COMPOSED):
+            return f"how its tokenizer splits text ({split}) would be lost"
+    return "" if architecture == _GEMMA4 else _lost(architecture, metadata)
+
+
+def _lost(architecture: str, metadata: Metadata) -> str:
+    """Return what `convert_dense` would lose without a word; "" if nothing."""
+    head_dim = metadata.get(f"{architecture}.attention.key_length")
+    if architecture != "llama" and ROPE_FACTORS in metadata.tensors:
+        return "its rope scaling would be lost"
+    if _HEAD_DIMS.get(architecture, head_dim) != head_dim:
+        return "its head size, and so its attention scale, would be lost"
+    if architecture != "gemma3" and f"{architecture}.attention.sliding_window" in metadata:
+        return "its attention window would be lost"
+    if metadata.get("general.name") == "mistral":
+        return "whether its attention has a window is not in the file"
+    kept = _BIASES.get(architecture, ())
+    lost = sorted(name for name in metadata.tensors if name.endswith(".bias") and not name.endswith(kept))
+    if lost:
+        return f"its biases ({lost[0]}) would be lost"
+    if architecture == "gemma3" and (name := _lost_of_gemma3(metadata)):
+        return f"its {name} would be lost"
+    return ""
+
+
+def _lost_of_gemma3(metadata: Metadata) -> str:
+    """Return a key of a Gemma 3 whose value is not the one that `convert_dense` assumes; "" if there is none."""
+    for name, granted in _OF_GEMMA3.items():
+        if metadata.get(f"gemma3.{name}", granted) != granted:
+            return name
+    return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
+
+
+def _restore_rules(tokenizer: Any, metadata: Metadata) -> None:
+    """Give a tokenizer the rules of its file that transformers does not know."""
+    split = metadata.get("tokenizer.ggml.pre")
+    if split in _SPLITS_DIGITS:
+        _split_digits(tokenizer)
+    if split in _SPLITS_COMPOSED:
+        _compose_characters(tokenizer)
+    if split in _WHOLE_TOKENS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    if split in _BEGIN_WITH_BOS and "tokenizer.ggml.add_bos_token" not in metadata:
+        tokenizer.add_bos_token = True
+    # transformers does this itself for Gemma.
+    is_llama = metadata.architecture == metadata.get("tokenizer.ggml.model") == "llama"
+    if is_llama and not metadata.get("tokenizer.ggml.add_space_prefix", True):
+        _add_no_space(tokenizer)
+
+
+def _compose_characters(tokenizer: Any) -> None:
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+
+
+def _add_no_space(tokenizer: Any) -> None:
+    """Make a tokenizer with SentencePiece's rules begin a text without a space of its own."""
+    from tokenizers import decoders
+
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer.prepend_scheme = "never"
+    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def _split_digits(tokenizer: Any) -> None:
+    """Make the tokenizer cut off each digit before it splits the rest of a text: "\\n\\n1" is "\\n\\n" and "1"."""
+    from tokenizers import pre_tokenizers
+
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+
+
+def _stop_token_ids(metadata: Metadata) -> list[int]:
+    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+    return sorted({int(metadata[name]) for name in names if name in metadata})
+
+
+def main() -> int:
+    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    try:
+        convert_gguf(source, target)
+    except ModelError as error:
+        print(error)
+        return 1
+    except Exception as error:
+        # transformers lets exceptions of any type of its libraries pass, and some of its texts fill a screen.
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"{source.name} cannot be converted: {reason}; use the model's Hugging Face folder")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

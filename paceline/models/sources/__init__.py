@@ -1,0 +1,1 @@
+"""Where models come from: names, paths, the hub, Python packages, and conversions that are made once."""
