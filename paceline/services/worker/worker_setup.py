@@ -100,13 +100,20 @@ class WorkerSetup:
     role: WorkerRole
     model_id: str
     """Digest of the model's config and tokenizer."""
-    kv: KVClient
+    kv_client: KVClient | None
+    """The worker's client of kvtransfer; None if the worker has no KV blocks."""
     undo: contextlib.AsyncExitStack
     """Functions to call when the worker's engine has stopped."""
 
     @property
     def folder(self) -> Path:
         return Path(self.config.model)
+
+    @property
+    def kv(self) -> KVClient:
+        """The client of kvtransfer of a worker that has KV blocks."""
+        assert self.kv_client is not None
+        return self.kv_client
 
     @property
     def packed_dir(self) -> Path | None:
