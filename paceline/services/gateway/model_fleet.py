@@ -17,6 +17,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.options import parse_bytes
 from paceline.core.planner.reports import Role
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import Classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import KeyUse, LoadReport
@@ -97,6 +98,8 @@ class ModelFleet:
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.cache_salts = CacheSalts(shared.credentials.secret, config.share_cache)
         self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
+        self.pooling = read_pooling_config(Path(config.model))
+        """How the model makes vectors, scores and labels; None if it only generates."""
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False

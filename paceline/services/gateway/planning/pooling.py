@@ -11,6 +11,7 @@ from paceline.core.pooling import PoolTask
 Content: TypeAlias = str | Sequence[int] | tuple[str, str]
 """A text, token ids, or a pair of texts, such as a query and a document."""
 Side: TypeAlias = Literal["start", "end"]
+Role: TypeAlias = Literal["query", "document"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class PoolOptions:
     """Whether numbers of labels become probabilities."""
     prompt: str = ""
     """Text to put before each input, which is already looked up by its name; see `PoolingModel.prompt`."""
+    role: Role | None = None
+    """Which side of a search the inputs are, for models whose vectors of tokens depend on it."""
     truncate: Side | None = None
     """End at which inputs that are too long lose tokens; None refuses them."""
     max_tokens: int | None = None

@@ -133,7 +133,7 @@ class CohereApi:
 def purpose_prompt(model: ModelFleet, purpose: str | None, place: str = "input_type") -> str:
     """Return the text that a model puts before texts for a purpose. Raises ApiError if the purpose is unknown."""
     prompts = {} if model.pooling is None else model.pooling.prompts
-    for name in (purpose, *PURPOSES.get(purpose or "", ())):
+    for name in () if purpose is None else (purpose, *PURPOSES.get(purpose, ())):
         if name in prompts:
             return prompts[name]
     return "" if purpose in PURPOSES else prompt_named(model, purpose, place)
@@ -161,7 +161,8 @@ def _meta(version: str, pooled: Pooled) -> Json:
 def _int8(row: Values) -> NDArray[np.int8]:
     """Return a vector scaled so that its largest number is 127 or -127, which keeps the cosine with others."""
     most = float(np.abs(row).max())
-    return np.rint(row * (127 / most if most else 0.0)).astype(np.int8)
+    scaled: NDArray[np.int8] = np.rint(row * (127 / most if most else 0.0)).astype(np.int8)
+    return scaled
 
 
 def _bits(row: Values) -> NDArray[np.uint8]:

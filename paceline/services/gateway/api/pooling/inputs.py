@@ -1,9 +1,9 @@
-"""The fields by which clients send inputs of pooling, in the forms of OpenAI and vLLM, and the models that take them."""
+"""The fields by which clients send inputs of pooling, in the forms of OpenAI and vLLM, and the models for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -37,7 +37,7 @@ class TextFields(NamedRequest):
     """Priority of the request, lower is more urgent. Default: the priority of the key."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Number of tokens to which inputs are cut; -1 for as many as the model takes. Default: too long ones are refused."""
+    """Number of tokens to which inputs are cut; -1 for as many as the model takes. Default: longer ones are refused."""
     truncation_side: Literal["left", "right"] | None = None
     """Side on which inputs lose tokens, with truncate_prompt_tokens. Default: right."""
     padding: Literal["do_not_pad"] | None = None

@@ -60,8 +60,9 @@ class VllmPoolingApi:
     async def pooling(self, body: PoolingRequest, request: Request) -> Response:
         if body.task == "plugin":
             raise ApiError(400, "task: there are no plugins here; name one of the model's tasks", param="task")
-        model = choose_model(self._gateway, body.model, *((body.task,) if body.task else POOL_TASKS))
-        task = body.task or next(each for each in PREFERRED if each in tasks_of(model))
+        asked: PoolTask | None = body.task
+        model = choose_model(self._gateway, body.model, *(POOL_TASKS if asked is None else (asked,)))
+        task = next(each for each in PREFERRED if each in tasks_of(model)) if asked is None else asked
         if body.dimensions is not None and task != "embed":
             raise ApiError(400, f"dimensions are for the task embed, and the task is {task}", param="dimensions")
         inputs = body.inputs()

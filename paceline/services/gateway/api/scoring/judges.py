@@ -26,7 +26,7 @@ from paceline.services.gateway.http.request_scope import aside
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_scores
-from paceline.services.gateway.planning.pooling import PoolOptions, TextInput
+from paceline.services.gateway.planning.pooling import PoolOptions, Role, TextInput
 from paceline.services.gateway.planning.scoring import Cut, Scoring, probability
 
 Json = dict[str, Any]
@@ -54,7 +54,7 @@ async def judge(model: ModelFleet, request: Request, body: ScoringRequest, pairs
     if "score" in tasks:
         return await _by_reading_both(model, request, body, pairs)
     if body.instruction is not None:
-        raise ApiError(400, "instruction: this model takes none, because it embeds each text alone", param="instruction")
+        raise ApiError(400, "instruction: this model takes none; it embeds each text alone", param="instruction")
     if "embed" in tasks:
         return await _by_vectors(model, request, body, pairs, PoolOptions(task="embed"), cosine)
     if "token_embed" in tasks:
@@ -99,17 +99,18 @@ async def _by_vectors(
     queries = {query: index for index, query in enumerate(dict.fromkeys(query for query, _ in cut.values()))}
     asked = [TextInput(query, f"query of {next(iter(pairs))}" if len(queries) == 1 else "queries") for query in queries]
     documents = [TextInput(document, place) for place, (_, document) in cut.items()]
-    sides = [
-        await pool(model, request, inputs, replace(options, prompt=purpose_prompt(model, purpose), role=role))
-        for inputs, purpose, role in ((asked, "search_query", "query"), (documents, "search_document", "document"))
-    ]
+
+    async def compute(inputs: Sequence[TextInput], role: Role) -> Pooled:
+        prompt = purpose_prompt(model, f"search_{role}")
+        return await pool(model, request, inputs, replace(options, prompt=prompt, role=role))
+
+    first, second = await compute(asked, "query"), await compute(documents, "document")
 
     def compare() -> list[float]:
-        first, second = sides
         numbers = (queries[query] for query, _ in cut.values())
         return [similarity(first.rows[number], row) for number, row in zip(numbers, second.rows, strict=True)]
 
-    return Judged(await aside(request, compare), _sum_usage(sides))
+    return Judged(await aside(request, compare), _sum_usage([first, second]))
 
 
 async def _by_answers(model: ModelFleet, request: Request, body: ScoringRequest, pairs: Pairs) -> Judged:

@@ -34,7 +34,7 @@ class ScoringRequest(NamedRequest):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """Priority of the request, lower is more urgent. Default: the priority of the key."""
     instruction: str | None = None
-    """Instruction that tells a causal model when a document fits a query. Default: the document answers a web search."""
+    """Tells a causal model when a document fits a query. Default: if the document answers a web search."""
     use_activation: bool | None = None
     """If false, a score is the number before the model's last function. For a causal model that answers yes or no, it
     is the difference of the two tokens' logprobs instead of a probability."""
