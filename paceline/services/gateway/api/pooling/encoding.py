@@ -22,7 +22,7 @@ Values: TypeAlias = NDArray[np.float32]
 EmbedDType: TypeAlias = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]
 
 SMALL_VALUES = 10_000
-"""Largest number of values of an answer that is written on the event loop. Writing so many takes about a millisecond."""
+"""Largest number of values of an answer that is written on the event loop. Writing them takes about a millisecond."""
 MOST_DESCRIBED = 256
 """Largest number of results whose shapes fit into a header, because clients refuse headers of more than 64 KiB."""
 
@@ -93,7 +93,8 @@ def _fp8(values: Values, numbers: NDArray[np.float32]) -> bytes:
     codes = np.searchsorted(middles, sizes)
     is_tie = middles[np.minimum(codes, len(middles) - 1)] == sizes
     codes = np.minimum(codes + (is_tie & (codes % 2 == 1)), len(numbers) - 1)
-    return (codes + 128 * np.signbit(values)).astype(np.uint8).tobytes()
+    written = (codes + 128 * np.signbit(values)).astype(np.uint8)
+    return bytes(written)
 
 
 def value_json(values: Values, fields: EncodingFields) -> bytes:
@@ -150,11 +151,8 @@ def _bytes_response(head: Mapping[str, Any], rows: Sequence[Values], fields: Enc
         items, begin = [], 0
         for index, (values, piece) in enumerate(zip(rows, pieces, strict=True)):
             place = {"start": begin, "end": begin + len(piece), "shape": list(values.shape)}
-            items.append(
-                {"index": index, "embed_dtype": fields.embed_dtype, "endianness": fields.endianness, **place}
-            )
+            items.append({"index": index, "embed_dtype": fields.embed_dtype, "endianness": fields.endianness, **place})
             begin += len(piece)
         # In ASCII, unlike to_json, because a header must be.
         headers["metadata"] = json.dumps({**head, "data": items})
     return Response(b"".join(pieces), media_type="application/octet-stream", headers=headers)
-

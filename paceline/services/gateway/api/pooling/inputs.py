@@ -1,4 +1,4 @@
-"""The fields by which clients send inputs of pooling, in the forms of OpenAI and vLLM, and the models that take them."""
+"""The fields by which clients send inputs of pooling, in the forms of OpenAI and vLLM, and the models for them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TextFields(NamedRequest):
     """Priority of the request, lower is more urgent. Default: the priority of the key."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
-    """Number of tokens to which inputs are cut; -1 for as many as the model takes. Default: too long ones are refused."""
+    """Number of tokens to which inputs are cut; -1 for as many as the model takes. Default: longer ones are refused."""
     truncation_side: Literal["left", "right"] | None = None
     """Side on which inputs lose tokens, with truncate_prompt_tokens. Default: right."""
     padding: Literal["do_not_pad"] | None = None
@@ -50,10 +50,7 @@ class TextFields(NamedRequest):
         Raises ApiError if inputs shall be cut to more tokens than the model takes.
         """
         limit = self.truncate_prompt_tokens
-        most = model.pooling.max_tokens if model.pooling is not None else None
-        if limit is not None and most is not None and limit > most:
-            message = f"truncate_prompt_tokens must be at most {most}, the tokens that this model takes; -1 means as many"
-            raise ApiError(400, message, param="truncate_prompt_tokens")
+        check_limit(model, limit)
         side = None if limit is None else "start" if self.truncation_side == "left" else "end"
         return PoolOptions(
             task=task,
@@ -95,6 +92,14 @@ def check_count(count: int, place: str, what: str = "inputs") -> None:
     if count > MAX_INPUTS:
         message = f"{place}: there are {count} {what}, and this server takes {MAX_INPUTS} in one request; send several"
         raise ApiError(400, message, param=place, code="array_above_max_length")
+
+
+def check_limit(model: ModelFleet, limit: int | None) -> None:
+    """Raise ApiError if `truncate_prompt_tokens` asks for no token, or for more than a model that pools takes."""
+    most = model.pooling.max_tokens if model.pooling is not None else None
+    if limit == 0 or (limit is not None and most is not None and limit > most):
+        message = f"truncate_prompt_tokens must be from 1 to {most}, the tokens that this model takes; -1 means as many"
+        raise ApiError(400, message, param="truncate_prompt_tokens")
 
 
 def choose_model(gateway: Gateway, name: str | None, *tasks: PoolTask) -> ModelFleet:
