@@ -98,8 +98,8 @@ class ModelFleet:
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.cache_salts = CacheSalts(shared.credentials.secret, config.share_cache)
         self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
-        self.pooling = read_pooling_config(Path(config.model))
-        """How the model makes vectors, scores and labels; None if it only generates."""
+        self.pooling = read_pooling_config(Path(config.model)) if config.model else None
+        """How the model makes vectors, scores or labels; None if it only generates."""
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
@@ -163,8 +163,13 @@ class ModelFleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a decode worker is ready, or a planner will start one."""
-        return self.fleet.has_decode_worker or self.fleet.may_be_empty
+        """Whether a worker is ready for the requests of this model, or a planner will start one."""
+        return self.fleet.has_worker(not self.is_encoder) or self.fleet.may_be_empty
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model cannot generate, so that it has pool workers."""
+        return self.pooling is not None and self.pooling.is_encoder
 
     def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
         """Return the name and the length in tokens of each host's cached blocks, as far as known, by host id."""

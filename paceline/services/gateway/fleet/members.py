@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class FleetSummary:
     if there is none of these."""
     has_computing_worker: bool
     """Whether a pool or prefill worker is ready and not set aside."""
+    computing_workers: int
+    """Number of workers that are ready and not set aside, of the role that computes work without decoding."""
     has_decode_worker: bool
     """Whether a decode worker is ready and not set aside."""
     has_planner: bool
@@ -51,21 +54,22 @@ class FleetSummary:
             model: the digest of the gateway's model.
         """
         longest = {"prefill": 0, "decode": 0, "pool": 0}
-        available: set[str] = set()
+        available: Counter[str] = Counter()
         has_planner = may_be_empty = False
         for worker in members:
             member = worker.member
             if serves(worker, model):
                 longest[member.role] = max(longest[member.role], member.max_model_len)
                 if worker.available:
-                    available.add(member.role)
+                    available[member.role] += 1
             elif member.role == "planner" and worker.available:
                 has_planner, plan = True, member.plan
                 may_be_empty |= plan.leads and not plan.advisory and "decode" in plan.may_be_empty
         return FleetSummary(
             max_model_len=longest["decode"],
             max_computing_len=longest["pool"] or longest["prefill"] or longest["decode"],
-            has_computing_worker=not available.isdisjoint(("prefill", "pool")),
+            has_computing_worker=bool(available["pool"] or available["prefill"]),
+            computing_workers=available["pool"] or available["prefill"] or available["decode"],
             has_decode_worker="decode" in available,
             has_planner=has_planner,
             may_be_empty=may_be_empty,

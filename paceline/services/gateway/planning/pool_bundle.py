@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from paceline.core.pooling import PoolTask
 from paceline.proto import common_pb2
@@ -16,6 +17,15 @@ TASKS: dict[PoolTask, common_pb2.PoolTask.ValueType] = {
     "score": common_pb2.POOL_TASK_SCORE,
     "sparse": common_pb2.POOL_TASK_SPARSE,
 }
+
+PoolRole: TypeAlias = Literal["query", "document"]
+ROLES: dict[PoolRole | None, common_pb2.PoolRole.ValueType] = {
+    None: common_pb2.POOL_ROLE_UNKNOWN,
+    "query": common_pb2.POOL_ROLE_QUERY,
+    "document": common_pb2.POOL_ROLE_DOCUMENT,
+}
+FLOAT_BYTES = 4
+"""Bytes of a value in the rows of a pooled input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,8 @@ class PoolBundle:
     """Length to which vectors are cut; 0 for the model's own."""
     normalize: bool | None = None
     activation: bool | None = None
+    role: PoolRole | None = None
+    """Whether the inputs are queries or documents, for models whose vectors of tokens differ between the two."""
 
     def work(self, indices: Iterable[int]) -> common_pb2.PoolWork:
         """Return the message for the inputs with these indices, in this order."""
@@ -47,6 +59,7 @@ class PoolBundle:
             dimensions=self.dimensions,
             normalize=self.normalize,
             activation=self.activation,
+            role=ROLES[self.role],
         )
         for index in indices:
             own = self.inputs[index]

@@ -9,6 +9,7 @@ from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.gateway.planning.plan import Kind
+from paceline.services.gateway.planning.pool_bundle import FLOAT_BYTES
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.router import place, place_computing, place_computing_in_turn, place_in_turn
 from paceline.services.gateway.sequences.attempt import (
@@ -27,9 +28,6 @@ from paceline.services.gateway.sequences.worker_call import (
     answer,
     out_of_turn,
 )
-
-FLOAT_BYTES = 4
-"""Bytes of a value in the rows of a pooled input."""
 
 
 class ComputeAttempt(AnyAttempt):
