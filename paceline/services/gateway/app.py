@@ -26,6 +26,7 @@ from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
 from paceline.services.gateway.api.operators.step_records import add_step_records
 from paceline.services.gateway.api.pooling.cohere import add_cohere
+from paceline.services.gateway.api.pooling.embeddings import add_embeddings
 from paceline.services.gateway.api.pooling.tei import add_tei
 from paceline.services.gateway.api.pooling.vllm import add_vllm
 from paceline.services.gateway.api.responses.bodies import ResponseEvent
@@ -107,7 +108,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_render_api(app.router, gateway)
     runs = add_responses(app.router, gateway, store)
     add_operations(app.router, gateway)
-    for add in (add_scoring, add_label_scores, add_cohere, add_vllm, add_tei):
+    for add in (add_scoring, add_label_scores, add_embeddings, add_cohere, add_vllm, add_tei):
         add(app.router, gateway)
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)

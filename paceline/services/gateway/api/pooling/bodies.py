@@ -33,6 +33,17 @@ class ListHead(AnswerBody):
     usage: PoolUsage
 
 
+class EmbeddingData(AnswerBody):
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+    """The numbers, or their bytes as base64."""
+
+
+class Embeddings(ListHead):
+    data: list[EmbeddingData]
+
+
 class PoolingData(AnswerBody):
     index: int
     object: Literal["pooling"]

@@ -26,7 +26,8 @@ from paceline.services.gateway.http.request_scope import aside
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_scores
-from paceline.services.gateway.planning.pooling import PoolOptions, Role, TextInput
+from paceline.services.gateway.planning.pool_bundle import PoolRole
+from paceline.services.gateway.planning.pooling import PoolOptions, TextInput
 from paceline.services.gateway.planning.scoring import Cut, Scoring, probability
 
 Json = dict[str, Any]
@@ -100,7 +101,7 @@ async def _by_vectors(
     asked = [TextInput(query, f"query of {next(iter(pairs))}" if len(queries) == 1 else "queries") for query in queries]
     documents = [TextInput(document, place) for place, (_, document) in cut.items()]
 
-    async def compute(inputs: Sequence[TextInput], role: Role) -> Pooled:
+    async def compute(inputs: Sequence[TextInput], role: PoolRole) -> Pooled:
         prompt = purpose_prompt(model, f"search_{role}")
         return await pool(model, request, inputs, replace(options, prompt=prompt, role=role))
 
