@@ -176,13 +176,14 @@ class NativeKernels(NativeEncoding, NativeExperts, NativeRecurrence, Composed):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
+        both_sides: bool = False,
     ) -> Tensor:
         queries = queries.contiguous()
         out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
         if sinks is not None:
             need("the sinks", sinks, torch.float32, heads)
-        op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
+        op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, n2=both_sides, f0=scale, f1=softcap)
         op.cache, op.format = kernel_cache(cache, queries, group), cache_format(cache)
         self.run(op, out, (queries, sinks), batch, group)
         return out

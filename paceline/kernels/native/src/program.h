@@ -103,7 +103,8 @@ enum Kind : int32_t {
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache; format: `CacheFormat`
     kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap;
-                  // n1: whether queries see keys up to `last_keys`, unless that is null; format: `CacheFormat`
+                  // n1: whether queries see keys up to `last_keys`, unless that is null; n2: but no key after their
+                  // window; format: `CacheFormat`
     kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
     kAdd,  // likewise
