@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -76,6 +77,14 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
 }
 
+_WITHOUT_HEAD = (
+    *("TextModel", "Model", "TextForSequenceClassification", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForRewardModel", "ForProcessRewardModel"),
+)
+"""Ends of the names of architectures that are a causal model's layers without its head, perhaps with another one. They
+stand in place of "ForCausalLM".
+"""
+
 _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_encoders,
     "Gemma4ForConditionalGeneration": gemma4_encoders,
@@ -108,7 +117,16 @@ def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "tr
         )
     if model_impl != "auto":
         return model_impl
-    return "native" if _architecture(_read_settings(folder)) in _READERS else "transformers"
+    return "native" if causal_name(_architecture(_read_settings(folder))) in _READERS else "transformers"
+
+
+def causal_name(architecture: str) -> str:
+    """Return the causal model whose layers an architecture has, such as Qwen3ForCausalLM for Qwen3Model; `architecture`
+    itself if it has a head for the next token, or if no model file here has its layers.
+    """
+    stems = (architecture.removesuffix(end) for end in _WITHOUT_HEAD if architecture.endswith(end))
+    names = (f"{stem}ForCausalLM" for stem in stems)
+    return next((name for name in names if name in _READERS), architecture)
 
 
 def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
@@ -208,7 +226,8 @@ def read_assistant(folder: Path) -> ModelConfig:
 
 def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _Config:
     raw = _read_settings(folder)
-    architecture = _architecture(raw)
+    stored = _architecture(raw)
+    architecture = causal_name(stored) if readers is _READERS else stored
     reader = readers.get(architecture)
     if reader is None:
         known = ", ".join(readers)
@@ -218,6 +237,7 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _
         fields.refuse_unsupported()
         config = reader(fields)
         if isinstance(config, ModelConfig):
+            config = replace(config, has_head=architecture == stored)
             _check_shapes(config)
     except NotNativeError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}; --model-impl transformers may compute it") from None

@@ -110,6 +110,7 @@ class Worker:
             limits.max_seqs,
             loaded.max_drafts,
             loaded.model.config.whole_media,
+            loaded.model.config.bidirectional,
         )
         rows = None if self.encodings is None else self.encodings.rows
         self.runner = loaded.runner(memory.pool, self.engine_limits, rows)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.pooling import ROW_TASKS, PoolTask
+from paceline.core.pooling import ROW_TASKS, PoolRole, PoolTask, PoolWish
 from paceline.core.pooling_config import PoolingConfig
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
+from paceline.services.common.pool_wire import FLOAT_BYTES
 from paceline.services.gateway.http.errors import ContextLengthError
 from paceline.services.gateway.planning.batch_encoding import Encoded, EncodedText, encode_texts
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
-from paceline.services.gateway.planning.pool_bundle import FLOAT_BYTES, PoolBundle, PoolInput, PoolRole
+from paceline.services.gateway.planning.pool_bundle import PoolBundle, PoolInput
 from paceline.services.gateway.planning.sampling import check_ids, check_no_media
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
@@ -112,10 +113,8 @@ def plan_pool(
         PoolInput(own.token_ids, own.second_start, 0 if isinstance(text.content, list) else min(kept, len(own)))
         for text, own in zip(inputs, fitted, strict=True)
     ]
-    bundles = [
-        PoolBundle(options.task, part, options.dimensions or 0, options.normalize, options.activation, options.role)
-        for part in divide(pooled, workers)
-    ]
+    wish = PoolWish(options.task, options.dimensions, options.normalize, options.activation, options.role)
+    bundles = [PoolBundle(wish, part) for part in divide(pooled, workers)]
     sizes = [_result_bytes(own, options, config, text.place) for text, own in zip(inputs, pooled, strict=True)]
     return PoolPlan(
         plan=_plan(bundles, options),

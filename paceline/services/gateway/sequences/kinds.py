@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
+from paceline.services.common.pool_wire import FLOAT_BYTES
 from paceline.services.gateway.planning.plan import Kind
-from paceline.services.gateway.planning.pool_bundle import FLOAT_BYTES
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.router import place, place_computing, place_computing_in_turn, place_in_turn
 from paceline.services.gateway.sequences.attempt import (
@@ -75,7 +75,7 @@ class ComputeAttempt(AnyAttempt):
         """Convert a message. Raises WorkerFailedError if its results are not those of inputs that are still missing."""
         inputs = range(message.first, message.first + len(message.rows))
         errors = {error.input: error.message for error in message.errors}
-        rows_fit = all((rows == 0) == (index in errors) for index, rows in zip(inputs, message.rows))
+        rows_fit = not any(rows for index, rows in zip(inputs, message.rows) if index in errors)
         size = FLOAT_BYTES * message.dim * sum(message.rows)
         if not inputs or not self._left.issuperset(inputs) or not rows_fit or size != len(message.data):
             raise out_of_turn(self._worker)

@@ -253,9 +253,9 @@ def _asked_of_pool(plan: Plan) -> dict[str, Any]:
     pools = [prompt.pool for prompt in plan.prompts if prompt.pool is not None]
     first = pools[0]
     return {
-        "task": first.task,
+        "task": first.wish.task,
         "inputs": sum(len(pool.inputs) for pool in pools),
-        "dimensions": first.dimensions or None,
-        "normalize": first.normalize,
-        "activation": first.activation,
+        "dimensions": first.wish.dimensions,
+        "normalize": first.wish.normalize,
+        "activation": first.wish.activation,
     }

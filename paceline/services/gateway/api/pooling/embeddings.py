@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -71,8 +71,8 @@ class EmbeddingRequest(InputFields, EncodingFields):
         if not self.messages:
             return []
         if isinstance(self.messages[0], list):
-            return cast("list[Conversation]", self.messages)
-        return [cast(Conversation, self.messages)]
+            return self.messages
+        return [self.messages]
 
 
 def add_embeddings(router: APIRouter, gateway: Gateway) -> None:

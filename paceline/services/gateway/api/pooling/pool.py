@@ -179,11 +179,11 @@ class _Pooling:
         for own, reason in event.errors.items():
             place = self._places[begin + own]
             raise ApiError(500, f"{place}: {reason}", type="server_error", param=place, code="not_finite")
-        values = np.frombuffer(event.data, dtype="<f4").reshape(-1, event.dim)
+        values = np.frombuffer(event.data, dtype="<f4").reshape(-1, max(event.dim, 1))
         row = 0
         for own, count in zip(event.inputs, event.rows, strict=True):
             part = values[row : row + count]
-            self._rows[begin + own] = part if pool.task in ROW_TASKS else part.reshape(-1)
+            self._rows[begin + own] = part if pool.wish.task in ROW_TASKS else part.reshape(-1)
             row += count
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 
+from paceline.core.pooling import PoolRole
 from paceline.services.gateway.api.pooling.cohere import purpose_prompt
 from paceline.services.gateway.api.pooling.inputs import check_limit, wrong_task
 from paceline.services.gateway.api.pooling.pool import Pooled, pool
@@ -26,7 +27,6 @@ from paceline.services.gateway.http.request_scope import aside
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.plan import Plan, ServedModel
 from paceline.services.gateway.planning.planning import plan_scores
-from paceline.services.gateway.planning.pool_bundle import PoolRole
 from paceline.services.gateway.planning.pooling import PoolOptions, TextInput
 from paceline.services.gateway.planning.scoring import Cut, Scoring, probability
 

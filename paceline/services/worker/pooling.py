@@ -1,0 +1,197 @@
+"""The handler of work of the kind POOL on a worker with a decoder: each input is a request of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from paceline.core.context import Context
+from paceline.core.errors import BusyError, ModelError, UnavailableError
+from paceline.core.types import Key
+from paceline.engine.step import Preempted, States
+from paceline.models.pooling.causal import CausalPooler, RunningPool
+from paceline.proto import common_pb2, worker_pb2
+from paceline.services.common.wire import key_from_pb, key_to_pb, pool_wish_from_pb
+from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream
+from paceline.services.worker.leases import Reservation
+from paceline.services.worker.worker import Worker
+
+MESSAGE_BYTES = 1 << 20
+"""Largest number of bytes of the results of several inputs in one message."""
+
+Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """The rows of one input, fp32 [rows, dim]; None if they are not finite."""
+
+    input: int
+    rows: Tensor | None
+    error: str = ""
+
+
+@dataclass(slots=True)
+class _Job:
+    """The work of one call."""
+
+    work: common_pb2.Work
+    begin: Callable[[int, int], RunningPool]
+    """Begins the pooling of an input with this many tokens, of which so many are its prompt's."""
+    places: asyncio.Semaphore
+    """Bounds the inputs that run at the same time."""
+    opened: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after the first input has got its blocks."""
+    results: asyncio.Queue[_Result | None] = field(default_factory=asyncio.Queue)
+    """Results that were not sent yet; None after the last one."""
+
+
+class PoolHandler:
+    """Runs the inputs of work as requests of the engine, as many of one work at the same time as the engine has rows.
+
+    Args:
+        pooler: makes results of hidden states.
+        most: number of rows.
+    """
+
+    def __init__(self, worker: Worker, pooler: CausalPooler, most: int) -> None:
+        self._worker = worker
+        self._pooler = pooler
+        self._most = most
+        self._running = 0
+        """Number of inputs with blocks, of all work."""
+        self._freed = asyncio.Event()
+        """Set if an input has given its blocks back since this was cleared."""
+
+    async def serve(self, work: common_pb2.Work, send: Send) -> None:
+        """Compute the inputs in blocks that this worker reserves, and send results as they come.
+
+        Raises:
+            InvalidRequestError: the model does not have the task, or cannot cut vectors to this length.
+            BusyError: there are not enough free blocks.
+            UnavailableError: an input was preempted, because a request that decodes here needs its blocks.
+        """
+        job = _Job(work, self._pooler.beginner(pool_wish_from_pb(work.pool)), asyncio.Semaphore(self._most))
+        try:
+            async with asyncio.TaskGroup() as group:
+                inputs = [group.create_task(self._compute(job, index)) for index in range(len(work.pool.inputs))]
+                group.create_task(self._end_results(job, inputs))
+                await self._send_results(job, send)
+        except BaseExceptionGroup as errors:
+            raise _first_of(errors) from None
+
+    async def _end_results(self, job: _Job, inputs: Sequence[asyncio.Task[None]]) -> None:
+        await asyncio.gather(*inputs)
+        job.results.put_nowait(None)
+
+    # ---- one input
+
+    async def _compute(self, job: _Job, index: int) -> None:
+        """Run one input, and put its result into the queue of results."""
+        asked = job.work.pool.inputs[index]
+        context = Context(list(asked.token_ids), job.work.cache_salt)
+        running = job.begin(len(context), asked.prompt_tokens)
+        async with job.places, self._blocks(job, index, context, running) as lease:
+            events = EventStream()
+            request = self._worker.intake.make_pool_request(job.work, lease, context, running.states)
+            self._worker.submit(request, events)
+            try:
+                while not running.is_complete:
+                    for event in await events.batch():
+                        if isinstance(event, Preempted):
+                            raise UnavailableError("the worker needs the memory of this input for other requests")
+                        if isinstance(event, States):
+                            running.add(event.first, event.rows)
+                result = _Result(index, await asyncio.to_thread(running.finish))
+            except ModelError as error:
+                result = _Result(index, None, str(error))
+        job.results.put_nowait(result)
+
+    @contextlib.asynccontextmanager
+    async def _blocks(
+        self, job: _Job, index: int, context: Context, running: RunningPool
+    ) -> AsyncIterator[Reservation]:
+        """Reserve the blocks of an input for the body of a `with` statement.
+
+        If too few are free, wait until another input ends. Raises BusyError if there is none.
+        """
+        key = key_from_pb(job.work.key)
+        own = Key(f"{key.request_id} input {index}", key.attempt, key.generation)  # no request has such an id
+        while True:
+            self._freed.clear()
+            try:
+                lease = await self._worker.intake.reserve_input(job.work, own, context, running.reusable)
+                break
+            except BusyError:
+                if not self._running:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    await self._freed.wait()
+        self._running += 1
+        job.opened.set()
+        try:
+            yield lease
+        finally:
+            self._worker.retire(lease.key)
+            self._running -= 1
+            self._freed.set()
+
+    # ---- results
+
+    async def _send_results(self, job: _Job, send: Send) -> None:
+        """Send results as they come, several in one event if they came together."""
+        await job.opened.wait()
+        await send(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=job.work.key)))
+        while True:
+            found: list[_Result | None] = []
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ALIVE_SECONDS):
+                    found.append(await job.results.get())
+            while not job.results.empty():
+                found.append(job.results.get_nowait())
+            for event in _events([result for result in found if result is not None]):
+                await send(worker_pb2.ComputeEvent(pooled=event))
+            if None in found:
+                return
+            if not found and self._worker.goes_on:
+                await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
+
+
+def _events(results: Sequence[_Result]) -> Iterator[worker_pb2.Pooled]:
+    """Yield results as messages, each of inputs that follow one another."""
+    together: list[_Result] = []
+    size = 0
+    for result in sorted(results, key=lambda result: result.input):
+        own = 0 if result.rows is None else result.rows.nbytes
+        if together and (result.input != together[-1].input + 1 or size + own > MESSAGE_BYTES):
+            yield _event(together)
+            together, size = [], 0
+        together.append(result)
+        size += own
+    if together:
+        yield _event(together)
+
+
+def _event(results: Sequence[_Result]) -> worker_pb2.Pooled:
+    """Return the results of inputs that follow one another as a message."""
+    found = [result.rows for result in results if result.rows is not None]
+    return worker_pb2.Pooled(
+        first=results[0].input,
+        rows=[0 if result.rows is None else len(result.rows) for result in results],
+        dim=found[0].shape[1] if found else 0,
+        data=b"".join(rows.contiguous().numpy().astype("<f4", copy=False).tobytes() for rows in found),
+        errors=[
+            worker_pb2.PoolError(input=result.input, message=result.error) for result in results if result.rows is None
+        ],
+    )
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error that is not a cancellation which another error has caused."""
+    found = errors.exceptions[0]
+    return _first_of(found) if isinstance(found, BaseExceptionGroup) else found
