@@ -15,7 +15,7 @@ from paceline.core.types import Key
 from paceline.engine.step import Preempted, States
 from paceline.models.pooling.causal import CausalPooler, RunningPool
 from paceline.proto import common_pb2, worker_pb2
-from paceline.services.common.wire import key_from_pb, key_to_pb, pool_wish_from_pb
+from paceline.services.common.wire import key_from_pb, pool_wish_from_pb
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.worker import Worker

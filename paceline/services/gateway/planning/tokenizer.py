@@ -94,6 +94,7 @@ class Tokenizer:
         generation_config: "none" ignores the sampling parameters in generation_config.json.
         media_tokens: the tokens that belong to media. No text is tokenized to such a token.
         max_characters: length of the longest text that `encode` takes; 0 derives it from the model's context.
+        generates: whether the model generates tokens.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read, or the tokenizer lacks a token of media.
@@ -107,6 +108,7 @@ class Tokenizer:
         generation_config: GenerationConfig = "auto",
         media_tokens: MediaTokens = NO_MEDIA,
         max_characters: int = 0,
+        generates: bool = True,
     ) -> None:
         path = folder / "tokenizer.json"
         self._long_texts = ThreadPoolExecutor(LONG_TEXTS, "tokenize", initializer=yield_to_others)
@@ -124,7 +126,7 @@ class Tokenizer:
         model = read_object(folder / "config.json")
         special = special_tokens(folder, settings)
 
-        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocabulary = Vocabulary(self._tokenizer, generates)
         size = text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
         if not isinstance(size, int):
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")

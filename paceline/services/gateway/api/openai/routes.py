@@ -92,6 +92,7 @@ class OpenAiApi:
             "root": model.name,
             "parent": None,
             "max_model_len": model.fleet.max_model_len(),
+            "tasks": model.tasks,
             "permission": [],
             "tasks": [task for task in POOL_TASKS if task in model.tasks] or ["generate"],
             "embedding_dimensions": pooling.dim if pooling is not None and "embed" in pooling.tasks else None,

@@ -124,7 +124,9 @@ def wrong_task(model: ModelFleet, *tasks: PoolTask) -> ApiError:
     able = [words for task, words in _TASKS.items() if task in model.tasks]
     does = " and ".join((", ".join(able[:-1]), able[-1]) if len(able) > 1 else able) if able else "text"
     wanted = " or ".join(_TASKS[task] for task in tasks)
-    message = f"the model {model.name!r} does not compute {wanted}; it computes {does}"
+    others = model.models_for(*tasks)
+    advice = f"; name {' or '.join(map(repr, others))} for that" if others else ""
+    message = f"the model {model.name!r} does not compute {wanted}; it computes {does}{advice}"
     return ApiError(400, message, param="model", code="unsupported_task")
 
 
