@@ -167,7 +167,7 @@ class ModelFleet:
         self.console.end_streams()
 
     @property
-    def tasks(self) -> frozenset[PoolTask]:
+    def pool_tasks(self) -> frozenset[PoolTask]:
         """The tasks of pooling that the model has; none if it only generates."""
         return frozenset() if self.pooling is None else self.pooling.tasks
 
@@ -264,9 +264,7 @@ class ModelFleet:
         routes = {"embed": "/v1/embeddings", "score": "/v1/rerank", "classify": "/classify"}
         route = next((routes[task] for task in routes if task in self.pooling.tasks), "/pooling")
         others = self.models_for("generate")
-        advice = (
-            f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
-        )
+        advice = f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
         message = f"the model {self.name!r} makes no text ({', '.join(self.tasks)}): send its inputs to {route}{advice}"
         return ApiError(400, message, param="model", code="unsupported_task")
 
