@@ -21,9 +21,7 @@ from tests.stack.test_scaling import scale
 
 pytestmark = pytest.mark.stack
 
-TEXTS = [
-    " ".join(itertools.islice(itertools.cycle(WORDS), index % 7, index % 7 + 1 + index % 50)) for index in range(300)
-]
+TEXTS = [" ".join((2 * WORDS)[index % 7 :][: 1 + index % 45]) for index in range(300)]
 CLIENTS = 6
 
 
