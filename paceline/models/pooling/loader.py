@@ -10,7 +10,8 @@ import torch
 from paceline.core.config import ChosenQuantization
 from paceline.core.errors import ModelError
 from paceline.core.pooling_config import PoolingConfig
-from paceline.core.pooling_folder import BGE_M3_FILES, read_pooling_config
+from paceline.core.pooling_files import BGE_M3_FILES
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.kernels.interface import Kernels
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import read_format, read_text_encoder, weight_form
@@ -21,6 +22,7 @@ from paceline.models.pooling.heads import take_head
 from paceline.models.pooling.model import PoolingModel
 from paceline.models.pooling.pooler import Pooler, TokenHeads
 from paceline.models.pooling.text_encoders.base import TextEncoder, TextPass
+from paceline.models.pooling.text_encoders.modernbert import PreNormEncoder
 from paceline.models.pooling.text_encoders.post_norm import PostNormEncoder
 from paceline.models.pooling.vectors import VectorLinear, Vectors, check_tensors, read_tensors
 from paceline.models.text_encoder_config import TextEncoderConfig
@@ -76,8 +78,9 @@ def _build(
 ) -> PoolingModel:
     checkpoint = Checkpoint(weight_files(folder), dtype, device, pack, read_format(folder))
     place = next((each for each in _PLACES if checkpoint.has(f"{each}{_words(encoder_config)}")), "")
-    encoder = _encoder(encoder_config, checkpoint, place, device, kernels)
-    head = take_head(config, encoder_config.model_type, checkpoint, place, kernels)
+    kind = PostNormEncoder if encoder_config.norms == "after" else PreNormEncoder
+    encoder: TextEncoder = kind(encoder_config, checkpoint, place, device, kernels)
+    head = take_head(config, encoder_config, checkpoint, place, kernels)
     unread = () if config.labels else _UNREAD
     checkpoint.finish((*unread, *(f"{place}{each}" for each in ("pooler.", "embeddings.position_ids"))))
     token_heads = _token_heads(folder, config, kernels, device) if config.dense_tokens else None
@@ -87,12 +90,6 @@ def _build(
 
 def _words(config: TextEncoderConfig) -> str:
     return "embeddings.word_embeddings.weight" if config.norms == "after" else "embeddings.tok_embeddings.weight"
-
-
-def _encoder(
-    config: TextEncoderConfig, checkpoint: Checkpoint, place: str, device: torch.device, kernels: Kernels
-) -> TextEncoder:
-    return PostNormEncoder(config, checkpoint, place, device, kernels)
 
 
 def _token_heads(folder: Path, config: PoolingConfig, kernels: Kernels, device: torch.device) -> TokenHeads:

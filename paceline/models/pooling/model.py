@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,8 @@ class PoolingModel:
                 raise InvalidRequestError(f"an input must have 1 to {most} tokens for this model, not {length}")
             if not 0 <= min(row.token_ids) <= max(row.token_ids) < encoder.vocab_size:
                 raise InvalidRequestError(f"token ids must be from 0 to {encoder.vocab_size - 1} for this model")
-            if not 0 <= row.second_start < length or not 0 <= row.prompt_tokens <= length:
-                raise InvalidRequestError("the second text and the prompt must be inside of the input")
+            if not 0 <= row.second_start < length or not 0 <= row.prompt_tokens < length:
+                raise InvalidRequestError("an input must have a token after its prompt, and its second text inside")
 
     @torch.inference_mode()
     def run(self, inputs: Sequence[TextRow], wish: PoolWish) -> list[PoolResult]:
@@ -74,18 +75,18 @@ class PoolingModel:
         token_ids = torch.tensor([token for row in inputs for token in row.token_ids], dtype=torch.int64)
         hidden = self._encoder(token_ids, self._types(inputs, lengths), lengths)
         if wish.task in ROW_TASKS:
-            parts = torch.split(self._pooler.tokens(hidden.float(), wish), lengths)
+            parts = _parts(self._pooler.tokens(hidden.float(), wish), lengths)
             found = [self._pooler.keep(part, row.token_ids, wish) for part, row in zip(parts, inputs)]
         else:
             pooled = self._pooled(hidden, inputs, lengths)
-            found = list(self._pooler.vectors(pooled, wish).split(1))
+            found = [row[None] for row in self._pooler.vectors(pooled, wish)]
         return [_result(each.cpu().contiguous()) for each in found]
 
     def _types(self, inputs: Sequence[TextRow], lengths: Sequence[int]) -> Tensor:
         """Return the types of all tokens: 0, and 1 in the second text of a pair if the model has two types."""
         types = torch.zeros(sum(lengths), dtype=torch.int64)
         if self._encoder.config.types > 1 and any(row.second_start for row in inputs):
-            for row, part in zip(inputs, types.split(list(lengths))):
+            for row, part in zip(inputs, _parts(types, lengths)):
                 if row.second_start:
                     part[row.second_start :] = 1
         return types
@@ -93,7 +94,7 @@ class PoolingModel:
     def _pooled(self, hidden: Tensor, inputs: Sequence[TextRow], lengths: Sequence[int]) -> Tensor:
         """Return one vector of each input's hidden states: fp32 [inputs, hidden]."""
         pooled = []
-        for row, states in zip(inputs, hidden.split(list(lengths))):
+        for row, states in zip(inputs, _parts(hidden, lengths)):
             skipped = 0 if self.config.include_prompt else row.prompt_tokens
             parts = []
             for kind in self.config.pooling:
@@ -102,6 +103,12 @@ class PoolingModel:
                 parts.append(reduced.result())
             pooled.append(torch.cat(parts))
         return torch.stack(pooled)
+
+
+def _parts(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return views of the rows of each input."""
+    ends = itertools.accumulate(lengths)
+    return [x[end - length : end] for length, end in zip(lengths, ends)]
 
 
 def _result(values: Tensor) -> PoolResult:

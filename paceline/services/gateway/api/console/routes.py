@@ -44,7 +44,7 @@ class ConsoleApi:
         # The page learns the names of the models from its first stream, which is of the first model.
         shown = self._gateway.named(model)[0]
         models = self._gateway.models.items()
-        pooling = {name: sorted(each.pool_tasks) for name, each in models if each.pool_tasks & _COMPARED}
+        pooling = {name: sorted(each.tasks) for name, each in models if each.tasks & _COMPARED}
         about = {"models": list(self._gateway.models), "pooling": pooling}
         # An error ends the stream; the browser then opens a new one.
         return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))

@@ -25,8 +25,6 @@ class ModelCard(AnswerBody):
     root: str
     parent: str | None
     max_model_len: int
-    tasks: list[str]
-    """What the model can do: "generate", or tasks of pooling such as "embed" and "score"."""
     permission: list[Json]
     embedding_dimensions: int | None
     """Number of elements of an embedding; None if the model does not embed."""

@@ -91,7 +91,7 @@ class OpenAiApi:
             "root": model.name,
             "parent": None,
             "max_model_len": model.fleet.max_model_len(),
-            "tasks": model.tasks,
+            "tasks": model.abilities,
             "permission": [],
             "embedding_dimensions": pooling.dim if pooling is not None and "embed" in pooling.tasks else None,
             "prompts": [] if pooling is None else [*pooling.prompts],

@@ -171,7 +171,7 @@ class TeiApi:
 
 def describe(model: ModelFleet) -> Json:
     """Return TEI's description of a model that pools."""
-    pooling, tasks = model.pooling, model.pool_tasks
+    pooling, tasks = model.pooling, model.tasks
     if pooling is None:
         raise ApiError(404, f"the model {model.name!r} only generates", param="model")
     named = {str(index): label for index, label in enumerate(pooling.labels or ("LABEL_0",))}

@@ -62,7 +62,7 @@ class VllmPoolingApi:
             raise ApiError(400, "task: there are no plugins here; name one of the model's tasks", param="task")
         asked: PoolTask | None = body.task
         model = choose_model(self._gateway, body.model, *(POOL_TASKS if asked is None else (asked,)))
-        task = next(each for each in PREFERRED if each in model.pool_tasks) if asked is None else asked
+        task = next(each for each in PREFERRED if each in model.tasks) if asked is None else asked
         if body.dimensions is not None and task != "embed":
             raise ApiError(400, f"dimensions are for the task embed, and the task is {task}", param="dimensions")
         inputs = body.inputs()

@@ -49,7 +49,7 @@ async def judge(model: ModelFleet, request: Request, body: ScoringRequest, pairs
 
     Raises ApiError if the model has no task for it, and the errors of `pool` and `start`.
     """
-    tasks = model.pool_tasks
+    tasks = model.tasks
     if model.pooling is None:
         return await _by_answers(model, request, body, pairs)
     if "score" in tasks:

@@ -72,7 +72,7 @@ class TokensApi:
         """Answer like the route that takes such a body. Amazon SageMaker sends all requests to this one path."""
         body = await request.body()
         path, name = await aside(request, _route_of, body)
-        if path in ("/v1/chat/completions", "/v1/responses") and (tasks := self._gateway.find(name).pool_tasks):
+        if path in ("/v1/chat/completions", "/v1/responses") and (tasks := self._gateway.find(name).tasks):
             path = next((route for task, route in _POOLED if task in tasks), "/pooling")
         return OtherRoute(self._router, path, body)
 
