@@ -56,7 +56,6 @@ def computed(loop: Loop, asked: list[list[int]], states: Literal["last", "all"] 
         ("mistral", "Model", {}),
         ("gemma3", "Model", BIDIRECTIONAL),
         ("gemma3", "ForSequenceClassification", BIDIRECTIONAL),
-        ("granite_hybrid", "ForCausalLM", {}),
     ],
 )
 def test_states_are_those_of_transformers_in_any_batch_and_chunks(
