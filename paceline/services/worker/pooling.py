@@ -13,7 +13,8 @@ from paceline.core.context import Context
 from paceline.core.errors import BusyError, ModelError, UnavailableError
 from paceline.core.types import Key
 from paceline.engine.step import Preempted, States
-from paceline.models.pooling.causal import CausalPooler, RunningPool
+from paceline.models.pooling.causal import Begin, RunningPool, beginner
+from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.wire import key_from_pb, key_to_pb, pool_wish_from_pb
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream
@@ -40,8 +41,7 @@ class _Job:
     """The work of one call."""
 
     work: common_pb2.Work
-    begin: Callable[[int, int], RunningPool]
-    """Begins the pooling of an input with this many tokens, of which so many are its prompt's."""
+    begin: Begin
     places: asyncio.Semaphore
     """Bounds the inputs that run at the same time."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -58,7 +58,7 @@ class PoolHandler:
         most: number of rows.
     """
 
-    def __init__(self, worker: Worker, pooler: CausalPooler, most: int) -> None:
+    def __init__(self, worker: Worker, pooler: Pooler, most: int) -> None:
         self._worker = worker
         self._pooler = pooler
         self._most = most
@@ -75,7 +75,7 @@ class PoolHandler:
             BusyError: there are not enough free blocks.
             UnavailableError: an input was preempted, because a request that decodes here needs its blocks.
         """
-        job = _Job(work, self._pooler.beginner(pool_wish_from_pb(work.pool)), asyncio.Semaphore(self._most))
+        job = _Job(work, beginner(self._pooler, pool_wish_from_pb(work.pool)), asyncio.Semaphore(self._most))
         try:
             async with asyncio.TaskGroup() as group:
                 inputs = [group.create_task(self._compute(job, index)) for index in range(len(work.pool.inputs))]
@@ -94,7 +94,7 @@ class PoolHandler:
         """Run one input, and put its result into the queue of results."""
         asked = job.work.pool.inputs[index]
         context = Context(list(asked.token_ids), job.work.cache_salt)
-        running = job.begin(len(context), asked.prompt_tokens)
+        running = job.begin(context.token_ids, asked.prompt_tokens)
         async with job.places, self._blocks(job, index, context, running) as lease:
             events = EventStream()
             request = self._worker.intake.make_pool_request(job.work, lease, context, running.states)
@@ -104,9 +104,11 @@ class PoolHandler:
                     for event in await events.batch():
                         if isinstance(event, Preempted):
                             raise UnavailableError("the worker needs the memory of this input for other requests")
-                        if isinstance(event, States):
+                        if isinstance(event, States) and running.states == "last":
                             running.add(event.first, event.rows)
-                result = _Result(index, await asyncio.to_thread(running.finish))
+                        elif isinstance(event, States):
+                            await asyncio.to_thread(running.add, event.first, event.rows)
+                result = _Result(index, await asyncio.to_thread(running.result))
             except ModelError as error:
                 result = _Result(index, None, str(error))
         job.results.put_nowait(result)
@@ -129,6 +131,7 @@ class PoolHandler:
             except BusyError:
                 if not self._running:
                     raise
+                own = own._replace(generation=own.generation + 1)  # a key that was refused is not taken again
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_SECONDS):
                     await self._freed.wait()

@@ -79,6 +79,24 @@ def check_encode(work: pb.Work, most_rows: int) -> None:
         )
 
 
+def check_pool(work: pb.Work, max_model_len: int, vocab_size: int) -> None:
+    """Raise InvalidRequestError for work of the kind POOL that a worker with these limits can never do."""
+    _check_key(work)
+    if work.token_ids or not work.pool.inputs:
+        raise InvalidRequestError("work that pools has its tokens in inputs, of which there must be one or more")
+    for index, each in enumerate(work.pool.inputs):
+        length = len(each.token_ids)
+        if not 0 < length <= max_model_len:
+            raise InvalidRequestError(
+                f"input {index} has {length} tokens; this worker takes 1 to {max_model_len}", f"input[{index}]"
+            )
+        if each.prompt_tokens > length or each.second_start >= length:
+            raise InvalidRequestError(f"the parts of input {index} are longer than its {length} tokens")
+        if each.media:
+            raise InvalidRequestError("this model pools texts, not images or audio", f"input[{index}]")
+        check_token(max(each.token_ids), vocab_size)
+
+
 def check_token(token: int, vocab_size: int) -> None:
     """Raise InvalidRequestError if `token` is not below the size of the vocabulary."""
     if token >= vocab_size:
