@@ -100,4 +100,3 @@ class _Tensors:
         if tensor.dtype not in _FLOATS:
             raise ModelError(f"{self.folder}: {name} is quantized, but heads that pool must not be")
         return tensor.to(torch.float32, copy=True)
-

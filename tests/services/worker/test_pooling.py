@@ -119,9 +119,7 @@ async def test_vectors_of_all_tokens_do_not_read_the_cache_and_leave_out_the_pro
 
 
 async def test_tokens_windows_and_dense_layers_of_a_bidirectional_gemma(start_host: StartHost, tmp_path: Path) -> None:
-    reference = write_tiny(
-        tmp_path, "gemma3", head="Model", use_bidirectional_attention=True, sliding_window=14
-    )
+    reference = write_tiny(tmp_path, "gemma3", head="Model", use_bidirectional_attention=True, sliding_window=14)
     dense = write_modules(tmp_path, "mean", dense=(40, 56), normalize=True, matryoshka_dimensions=[24])
     rows = [states(reference, tokens) for tokens in texts()]
     async with start_host(tmp_path, max_batched_tokens=48, max_seqs=4) as host:
@@ -146,9 +144,7 @@ async def test_tokens_windows_and_dense_layers_of_a_bidirectional_gemma(start_ho
         ("qwen2", "ForTokenClassification", "TOKEN_CLASSIFY", 4),
     ],
 )
-async def test_labels(
-    start_host: StartHost, tmp_path: Path, family: str, head: str, task: str, labels: int
-) -> None:
+async def test_labels(start_host: StartHost, tmp_path: Path, family: str, head: str, task: str, labels: int) -> None:
     reference = write_tiny(tmp_path, family, head=head, num_labels=labels, pad_token_id=0)
     with torch.no_grad():
         logits = [reference(torch.tensor([tokens])).logits.reshape(-1, labels) for tokens in texts()]
