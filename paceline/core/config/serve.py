@@ -82,6 +82,13 @@ class ServeConfig(PlannerOptions):
         "fleet",
         at_least=0,
     )
+    pool: int = option(
+        1,
+        "pool workers, if the model is an encoder of texts, which makes vectors, scores or labels and no text: such a "
+        "model has no other workers, and other models have no pool workers",
+        "fleet",
+        at_least=1,
+    )
     planner: bool = option(
         False,
         "let a planner add and drain workers, from --prefill and --decode on, so that requests meet the objectives of "

@@ -1,4 +1,4 @@
-"""Options of prefill, decode and encode workers."""
+"""Options of prefill, decode, encode and pool workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.core.config.service import (
     check_step_size,
 )
 from paceline.core.kv_coding import KVCoding
-from paceline.core.options import AutoSize, option
+from paceline.core.options import AutoSize, option, same_option
 from paceline.core.speculative import speculative_help
 
 
@@ -134,6 +134,12 @@ class WorkerConfig(ServiceConfig):
         "compute",
         at_least=0,
     )
+    turns_file: str = option(
+        "",
+        "file by which workers of several models on one machine take turns on its cores, such as those of a chat model "
+        "and of an embedding model; default: the workers of one kvtransfer take turns with each other alone",
+        "compute",
+    )
     async_scheduling: bool = option(
         True,
         "plan and launch the next step while the present one computes, so that the device does not wait between "
@@ -158,3 +164,20 @@ class WorkerConfig(ServiceConfig):
     def kv_coding(self) -> KVCoding:
         """The choice of --kv-cache-dtype and --kv-cache-dtype-skip-layers."""
         return KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
+
+
+class PoolConfig(WorkerConfig):
+    """Options of a pool worker. Those about KV blocks have no effect."""
+
+    max_seqs: int = same_option(
+        WorkerConfig,
+        "max_seqs",
+        default=256,
+        help="calls that the worker computes at the same time; further ones wait in the gateway's queue",
+    )
+    max_batched_tokens: int = same_option(
+        WorkerConfig,
+        "max_batched_tokens",
+        default=4096,
+        help="tokens that one step computes at most, over the inputs of all calls; an input with more has its own step",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -11,7 +11,6 @@ from paceline.core.context import Context
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.media import DIGEST_BYTES, Grid, MediaInput, MediaKind, MediaSpan
 from paceline.core.planner.distribution import Distribution
-from paceline.core.pooling import PoolTask, PoolWish
 from paceline.core.step_loads import StepLoad
 from paceline.core.types import Constraint, ConstraintKind, FinishReason, Key, Logprob, SamplingParams, Token
 from paceline.proto import common_pb2 as pb
@@ -33,15 +32,6 @@ _KINDS = {
     ConstraintKind.CHOICE: pb.CONSTRAINT_KIND_CHOICE,
     ConstraintKind.GRAMMAR: pb.CONSTRAINT_KIND_GRAMMAR,
     ConstraintKind.ANSWER: pb.CONSTRAINT_KIND_ANSWER,
-}
-
-_POOL_TASKS: Mapping[PoolTask, pb.PoolTask.ValueType] = {
-    "embed": pb.POOL_TASK_EMBED,
-    "token_embed": pb.POOL_TASK_TOKEN_EMBED,
-    "classify": pb.POOL_TASK_CLASSIFY,
-    "token_classify": pb.POOL_TASK_TOKEN_CLASSIFY,
-    "score": pb.POOL_TASK_SCORE,
-    "sparse": pb.POOL_TASK_SPARSE,
 }
 
 _MEDIA_KINDS = {
@@ -222,19 +212,6 @@ def _media_kind(kind: pb.MediaKind.ValueType) -> MediaKind:
         if theirs == kind:
             return ours
     raise InvalidRequestError(f"a worker does not know media of kind {kind}; it is older than the gateway")
-
-
-def pool_wish_from_pb(message: pb.PoolWork) -> PoolWish:
-    """Convert what work asks for. Raises InvalidRequestError if this release does not know its task."""
-    task = next((ours for ours, theirs in _POOL_TASKS.items() if theirs == message.task), None)
-    if task is None:
-        raise InvalidRequestError(f"a worker does not know the pooling task {message.task}; it is older than the gateway")
-    return PoolWish(
-        task,
-        message.dimensions or None,
-        message.normalize if message.HasField("normalize") else None,
-        message.activation if message.HasField("activation") else None,
-    )
 
 
 def distribution_to_pb(values: Distribution) -> fleet_pb2.Distribution:

@@ -194,7 +194,7 @@ async def test_work_that_no_worker_can_do_is_refused(start_host: StartHost, tmp_
     write_tiny(tmp_path, "qwen3", head="Model")
     write_modules(tmp_path, "lasttoken")
     async with start_host(tmp_path, max_batched_tokens=16, max_model_len=64) as host:
-        for inputs, why in (([], "one or more"), ([[3], []], "input 1 has 0 tokens"), ([[3] * 65], "has 65 tokens"),
+        for inputs, why in (([], "at least one input"), ([[3], []], "an input has 0 tokens"), ([[3] * 65], "has 65 tokens"),
                             ([[400]], "below the vocabulary's size")):  # fmt: skip
             with pytest.raises(grpc.aio.AioRpcError, match=why) as error:
                 await run(host, work(host, inputs))

@@ -131,6 +131,10 @@ enum Kind : int32_t {
     // out[tokens, heads * n0 value dims]; a: x for n1 key heads; b: gates; c: time steps; d: rates, fp32 [2, heads];
     // n2: as n1 of kSelectiveScan
     kGatedDeltaRule,
+    kLayerNorm,   // out[rows, n0]; a: x with row stride n1; b: weight; c: bias, or null; d: [rows, n0], added to x first,
+                  // or null; f0: eps
+    kGelu,        // out[rows, n0] = gelu(a); n2: whether in its tanh form
+    kGeluAndMul,  // out[rows, n0] = gelu(a) * b; b has row stride n1
     kKinds,
 };
 

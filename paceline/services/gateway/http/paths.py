@@ -84,6 +84,19 @@ DECISIONS: dict[str, Access] = {
     "/rerank": Access.CLIENT,
     "/v1/rerank": Access.CLIENT,
     "/v2/rerank": Access.CLIENT,
+    "/v1/embeddings": Access.CLIENT,
+    "/embeddings": Access.CLIENT,
+    "/v1/embed": Access.CLIENT,
+    "/v2/embed": Access.CLIENT,
+    "/pooling": Access.CLIENT,
+    "/classify": Access.CLIENT,
+    "/v1/classify": Access.CLIENT,
+    "/embed": Access.CLIENT,
+    "/embed_all": Access.CLIENT,
+    "/embed_sparse": Access.CLIENT,
+    "/predict": Access.CLIENT,
+    "/similarity": Access.CLIENT,
+    "/info": Access.CLIENT,
     # These two show and end requests of others only to admins.
     "/trace/{request_id:path}": Access.CLIENT,
     "/abort_requests": Access.CLIENT,
@@ -110,10 +123,9 @@ def decision_for(path: str) -> Access | None:
     return next((access for pattern, access in _PATTERNS if pattern.match(path)), None)
 
 
-_NOT_YET = {
-    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), "embeddings are not supported yet"),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"),
-}
+_NOT_YET = dict.fromkeys(
+    ("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"
+)
 """Paths that other servers of the OpenAI API have, with the reason why each is missing here."""
 
 

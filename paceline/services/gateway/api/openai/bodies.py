@@ -25,6 +25,8 @@ class ModelCard(AnswerBody):
     root: str
     parent: str | None
     max_model_len: int
+    tasks: list[str]
+    """What the model can do: "generate", or tasks of pooling such as "embed" and "score"."""
     permission: list[Json]
 
 

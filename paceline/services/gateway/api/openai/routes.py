@@ -90,6 +90,7 @@ class OpenAiApi:
             "root": model.name,
             "parent": None,
             "max_model_len": model.fleet.max_model_len(),
+            "tasks": model.tasks,
             "permission": [],
         }
 
