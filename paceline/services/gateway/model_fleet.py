@@ -259,7 +259,7 @@ class ModelFleet:
         route = next((routes[task] for task in routes if task in self.pooling.tasks), "/pooling")
         others = self.models_for("generate")
         advice = (
-            f"; for text, name {' or '.join(map(repr, others))}" if others else ", and no other model is served here"
+            f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
         )
         message = f"the model {self.name!r} makes no text ({', '.join(self.tasks)}): send its inputs to {route}{advice}"
         return ApiError(400, message, param="model", code="unsupported_task")

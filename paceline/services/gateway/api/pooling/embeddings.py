@@ -119,6 +119,8 @@ async def _conversations(model: ModelFleet, body: EmbeddingRequest, request: Req
     """Return the tokens of each conversation. Raises ApiError if there are too many, or if one has media."""
     conversations = body.conversations
     check_count(len(conversations), "messages")
+    if not model.tokenizer.chat_template_source:
+        raise ApiError(400, "this model has no chat template for messages: send texts in input", param="messages")
     inputs = []
     for index, messages in enumerate(conversations):
         place = f"messages[{index}]" if body.messages is not messages else "messages"
