@@ -1,5 +1,5 @@
-"""Hidden states as the result of requests: equal to those of transformers, whatever else is computed and however a prompt
-is cut."""
+"""Hidden states as the result of requests: those of transformers, whatever else is computed and however a prompt is cut.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ def test_a_cached_prefix_changes_no_bit(tmp_path: Path) -> None:
     found = loop.states([request(loop, "again", tokens, tables=shared, computed_len=64)])[0]
     last = loop.states([request(loop, "last", tokens, "last", tables=shared, computed_len=80)])[0]
     loop.engine.stop()
-    assert torch.equal(whole[64:], found) and torch.equal(whole[-1:], last)
+    assert torch.equal(whole[64:], found)
+    assert torch.equal(whole[-1:], last)
 
 
 def test_blocks_whose_tokens_see_later_ones_are_not_sealed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.core.pooling import ROW_TASKS, PoolWish
+from paceline.core.pooling_choice import PoolingChoice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.kernels import kernels_beside
 from paceline.models.pooling.decoder_heads import load_head
@@ -18,17 +19,18 @@ from paceline.models.pooling.pooler import Pooler
 from paceline.models.pooling.sums import reduction
 
 
-def load_pooler(folder: Path, bidirectional: bool) -> Pooler | None:
+def load_pooler(folder: Path, bidirectional: bool, choice: PoolingChoice | None = None) -> Pooler | None:
     """Return what follows after the hidden states of a folder's decoder; None if it has no files about pooling.
 
     Args:
         bidirectional: whether the model's tokens see each other.
+        choice: how a model without such files pools nevertheless.
 
     Raises:
         ModelError: weights of a head are missing or unfit, the model attends in another way than its files say, or they
             say something that Paceline does not compute.
     """
-    config = read_pooling_config(folder)
+    config = read_pooling_config(folder, choice)
     if config is None:
         return None
     if (config.attention == "full") != bidirectional:
@@ -40,8 +42,8 @@ def load_pooler(folder: Path, bidirectional: bool) -> Pooler | None:
 class RunningPool:
     """The pooling of one input. Chunks of hidden states come in order of position, and may come again.
 
-    A result of the last token alone needs no hidden states of the tokens before it, so their KV may come from the cache.
-    All others need those of every token.
+    A result of the last token alone needs no hidden states of the tokens before it, so their KV may come from the
+    cache. All others need those of every token.
     """
 
     states: Literal["last", "all"] = "all"

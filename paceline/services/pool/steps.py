@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.pooling import PoolWish

@@ -9,6 +9,7 @@ import uuid
 from paceline.core.config import quantization_of
 from paceline.core.context import Context
 from paceline.core.errors import BusyError
+from paceline.core.pooling_choice import pooling_choice
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
@@ -79,7 +80,8 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
     itl_target = config.itl_target_ms / 1000 or None
     limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight, itl_target)
-    pooler = await asyncio.to_thread(load_pooler, setup.folder, loaded.model.config.bidirectional)
+    how = loaded.model.config.bidirectional, pooling_choice(config)
+    pooler = await asyncio.to_thread(load_pooler, setup.folder, *how)
     worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns, pooler)
     await warm_up(worker)
     await worker.load_for(setup.role.name)

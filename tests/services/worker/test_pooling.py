@@ -40,7 +40,8 @@ async def run(host: Host, asked: common_pb2.Work, role: int = 0) -> Mapping[int,
     """Return the rows of each input from the prefill (0) or decode (1) worker."""
     stub = worker_pb2_grpc.ComputeStub(host.channels[role])
     events = [event async for event in stub.Run(asked, timeout=60)]
-    assert events[0].HasField("opened") and events[-1].HasField("computed")
+    assert events[0].HasField("opened")
+    assert events[-1].HasField("computed")
     return rows_of(events)
 
 
@@ -190,12 +191,19 @@ async def test_inputs_wait_for_blocks_of_others_and_work_that_is_cancelled_leave
         assert await host.all_blocks_back()
 
 
+REFUSED: list[tuple[list[list[int]], str]] = [
+    ([], "at least one input"),
+    ([[3], []], "an input has 0 tokens"),
+    ([[3] * 65], "has 65 tokens"),
+    ([[400]], "below the vocabulary's size"),
+]
+
+
 async def test_work_that_no_worker_can_do_is_refused(start_host: StartHost, tmp_path: Path) -> None:
     write_tiny(tmp_path, "qwen3", head="Model")
     write_modules(tmp_path, "lasttoken")
     async with start_host(tmp_path, max_batched_tokens=16, max_model_len=64) as host:
-        for inputs, why in (([], "at least one input"), ([[3], []], "an input has 0 tokens"), ([[3] * 65], "has 65 tokens"),
-                            ([[400]], "below the vocabulary's size")):  # fmt: skip
+        for inputs, why in REFUSED:
             with pytest.raises(grpc.aio.AioRpcError, match=why) as error:
                 await run(host, work(host, inputs))
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT

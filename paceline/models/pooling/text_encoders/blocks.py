@@ -5,9 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from paceline.kernels.interface import ForwardInputs, Kernels
+from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.rotary import Rotation
-from paceline.models.text_encoder_config import TextActivation
+from paceline.models.text_encoder_config import TextActivation, TextEncoderConfig
+
+
+class TextNorm:
+    """Layer norm over the last dimension, or over that of a sum."""
+
+    def __init__(self, weights: Weights, place: str, config: TextEncoderConfig, kernels: Kernels) -> None:
+        self._weight = weights.take(f"{place}.weight", config.hidden_size)
+        self._bias = weights.take(f"{place}.bias", config.hidden_size) if config.norm_bias else None
+        self._eps = config.norm_eps
+        self._kernels = kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> Tensor:
+        return self._kernels.add_layer_norm(x, y, self._weight, self._bias, self._eps)
 
 
 class BidirectionalAttention:
