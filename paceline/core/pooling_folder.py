@@ -10,8 +10,9 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model_folder import read_object
 from paceline.core.pooling import PoolTask
 from paceline.core.pooling_choice import PoolingChoice
-from paceline.core.pooling_config import HeadModule, NormalizeModule, PoolingConfig, ScoreActivation
-from paceline.core.pooling_modules import MODULES_FILE, Modules, read_modules
+from paceline.core.pooling_config import HeadModule, NormalizeModule, Pooling, PoolingConfig, ScoreActivation
+from paceline.core.pooling_files import BGE_M3_FILES, MODULES_FILE, SETTINGS_FILE, TEXT_FILES
+from paceline.core.pooling_modules import Modules, read_modules
 
 ENCODER_TYPES = {
     "bert": 0,
@@ -24,15 +25,6 @@ ENCODER_TYPES = {
     "new": 0,
 }
 """The model types of encoders, and whether positions begin after the id of the padding token."""
-SETTINGS_FILE = "config_sentence_transformers.json"
-_TEXT_FILES = (
-    *("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json"),
-    *("sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json"),
-)
-POOLING_FILES = (MODULES_FILE, SETTINGS_FILE, *_TEXT_FILES)
-"""Files of sentence-transformers in the model's folder. Others are in the folders that `MODULES_FILE` names."""
-BGE_M3_FILES = ("sparse_linear.pt", "colbert_linear.pt")
-"""The further heads of bge-m3, beside its weights."""
 _MOST = 1 << 40
 _SEQUENCE, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARD, _STEPS = "ForRewardModel", "ForProcessRewardModel"
@@ -99,9 +91,10 @@ def _with_labels(raw: Mapping[str, Any], architecture: str, shared: Mapping[str,
             **shared, tasks=frozenset({"token_classify"}), dim=len(labels), labels=labels, activation="softmax"
         )
     tasks: set[PoolTask] = {"classify", "score"} if len(labels) == 1 else {"classify"}
-    pooled = raw.get("classifier_pooling") or ("cls" if shared["is_encoder"] else "last")
-    if pooled not in ("cls", "mean", "last"):
-        raise ModelError(f"classifier_pooling must be cls or mean, not {pooled!r:.80}")
+    named = raw.get("classifier_pooling")
+    if named not in (None, "cls", "mean"):
+        raise ModelError(f"classifier_pooling must be cls or mean, not {named!r:.80}")
+    pooled: Pooling = "mean" if named == "mean" else "cls" if shared["is_encoder"] else "last"
     return PoolingConfig(
         **shared,
         tasks=frozenset(tasks),
@@ -185,16 +178,13 @@ def _max_tokens(raw: Mapping[str, Any], text: Mapping[str, Any], tokenizer: Mapp
         if ENCODER_TYPES.get(str(raw.get("model_type"))):
             skipped = _index(own.get("pad_token_id", 1), "pad_token_id") + 1
         limits.append(_whole(most, "max_position_embeddings") - skipped)
-    limits += [int(each) for each in (text.get("max_seq_length"), tokenizer.get("model_max_length")) if _is_size(each)]
+    for value in (text.get("max_seq_length"), tokenizer.get("model_max_length")):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST:
+            limits.append(int(value))  # tokenizers without a limit have a very large number
     least = min(limits)
     if least < 1 or least == _MOST:
         raise ModelError("no file says how many tokens an input may have (max_position_embeddings)")
     return least
-
-
-def _is_size(value: object) -> bool:
-    """Return whether a limit is one; tokenizers without a limit have a very large number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST
 
 
 def _is_bidirectional(raw: Mapping[str, Any]) -> bool:
@@ -240,7 +230,7 @@ def _activation(raw: Mapping[str, Any], labels: int) -> ScoreActivation:
         "single_label_classification": "softmax",
         "multi_label_classification": "sigmoid",
     }
-    problem = raw.get("problem_type")
+    problem = str(raw.get("problem_type"))
     if problem in by_problem:
         return by_problem[problem]
     own = raw.get("sentence_transformers")
@@ -269,7 +259,7 @@ def _special_ids(raw: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _text_settings(folder: Path) -> Mapping[str, Any]:
-    return next((found for name in _TEXT_FILES if (found := read_object(folder / name))), {})
+    return next((found for name in TEXT_FILES if (found := read_object(folder / name))), {})
 
 
 def _whole(value: object, name: str) -> int:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ModelError
@@ -19,8 +18,8 @@ from paceline.core.pooling_config import (
     Pooling,
     TokenVectors,
 )
+from paceline.core.pooling_files import MODULES_FILE, listed_modules
 
-MODULES_FILE = "modules.json"
 _FLAGS: Mapping[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -46,7 +45,6 @@ _ACTIVATIONS: Mapping[str, HeadActivation] = {
     "SiLU": "silu",
     "Sigmoid": "sigmoid",
 }
-_PACKAGES = ("sentence_transformers.", "pylate.models.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ def read_modules(folder: Path) -> Modules:
 
     Raises ModelError if the list is damaged, or has a module that Paceline does not compute.
     """
-    listed = _listed(folder / MODULES_FILE)
+    listed = listed_modules(folder)
     if not listed or listed[0][0] != "Transformer":
         first = listed[0][0] if listed else "nothing"
         raise ModelError(f"{folder / MODULES_FILE}: the first module must be a Transformer, not {first}")
@@ -95,22 +93,6 @@ def read_modules(folder: Path) -> Modules:
     if scores is None and not pooling and not after:
         raise ModelError(f"{folder / MODULES_FILE} lists no module Pooling, so it does not say how to make a vector")
     return Modules(pooling, include_prompt, tuple(after), None if pooling else masked, scores)
-
-
-def _listed(path: Path) -> list[tuple[str, str]]:
-    """Return the kind and the folder of each module, in order."""
-    try:
-        modules = json.loads(path.read_text(encoding="utf-8"))
-        found = [(str(each["type"]), str(each["path"])) for each in sorted(modules, key=lambda each: int(each["idx"]))]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    for kind, name in found:
-        if not kind.startswith(_PACKAGES):
-            raise ModelError(f"{path} lists the module {kind}, which is code of its own that Paceline does not run")
-        # The list comes from others, and must not make us open files of other folders.
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ModelError(f"{path}: the folder of a module must be inside the model's folder, not {name!r:.80}")
-    return [(kind.rpartition(".")[2], name) for kind, name in found]
 
 
 def _pooling(values: Mapping[str, Any], place: str) -> tuple[Pooling, ...]:

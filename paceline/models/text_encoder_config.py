@@ -49,6 +49,10 @@ class TextEncoderConfig:
     """In layers with a window, a token attends to those fewer than this many positions before or after it."""
     local_layers: frozenset[int] = frozenset()
     """The layers with a window."""
+    head_activation: TextActivation = "gelu"
+    """Activation before the norm of a head with a norm."""
+    head_bias: bool = False
+    """Whether the first layer of such a head has a bias."""
 
     @property
     def head_dim(self) -> int:

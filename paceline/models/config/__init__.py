@@ -39,12 +39,14 @@ from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
+from paceline.models.config.text_encoders import TEXT_ENCODERS
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.formats import WeightFormat, find_format
 from paceline.models.model_config import ModelConfig, ModelFacts
+from paceline.models.text_encoder_config import TextEncoderConfig
 
-_Config = TypeVar("_Config", ModelConfig, EncodersConfig)
+_Config = TypeVar("_Config", ModelConfig, EncodersConfig, TextEncoderConfig)
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
@@ -232,12 +234,29 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _
     if reader is None:
         known = ", ".join(readers)
         raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
+    config = _read_fields(folder, Fields(raw, architecture), reader)
+    return replace(config, has_head=architecture == stored) if isinstance(config, ModelConfig) else config
+
+
+def read_text_encoder(folder: Path) -> TextEncoderConfig:
+    """Return the configuration of an encoder of text.
+
+    Raises ModelError if config.json cannot be read, or describes an encoder that Paceline does not compute.
+    """
+    raw = _read_settings(folder)
+    kind = str(raw.get("model_type"))
+    if kind not in TEXT_ENCODERS:
+        known = ", ".join(TEXT_ENCODERS)
+        raise ModelError(f"{folder}: an encoder of text of the type {kind} is not supported; supported are: {known}")
+    return _read_fields(folder, Fields(raw, _architecture(raw)), TEXT_ENCODERS[kind])
+
+
+def _read_fields(folder: Path, fields: Fields, reader: Callable[[Fields], _Config]) -> _Config:
+    """Call a reader of config.json, and let errors name the file."""
     try:
-        fields = Fields(raw, architecture)
         fields.refuse_unsupported()
         config = reader(fields)
         if isinstance(config, ModelConfig):
-            config = replace(config, has_head=architecture == stored)
             _check_shapes(config)
     except NotNativeError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}; --model-impl transformers may compute it") from None

@@ -6,6 +6,7 @@ Sums are added up in fp64, token by token in order of position. So the places at
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,74 +26,94 @@ class Reduction(Protocol):
         """Return the vector of all tokens, fp32 [hidden]."""
 
 
-class _First:
-    def __init__(self) -> None:
-        self._row: Tensor | None = None
+class _Reduction:
+    """Leaves out the first tokens.
+
+    Args:
+        skipped: number of tokens at the front that do not take part.
+    """
+
+    def __init__(self, skipped: int) -> None:
+        self._skipped = skipped
+        self._seen = 0
+        self._found: Tensor | None = None
 
     def add(self, rows: Tensor) -> None:
-        if self._row is None:
-            self._row = rows[0].clone()
+        kept = rows[max(0, self._skipped - self._seen) :]
+        self._seen += len(rows)
+        if len(kept):
+            self._take(kept)
 
     def result(self) -> Tensor:
-        assert self._row is not None
-        return self._row
+        assert self._found is not None, "at least one token takes part"
+        return self._found
+
+    def _take(self, rows: Tensor) -> None:
+        """Take rows that take part; `_seen` counts them already."""
+        raise NotImplementedError
 
 
-class _Last:
-    def add(self, rows: Tensor) -> None:
-        self._row = rows[-1].clone()
-
-    def result(self) -> Tensor:
-        return self._row
+class _First(_Reduction):
+    def _take(self, rows: Tensor) -> None:
+        if self._found is None:
+            self._found = rows[0].clone()
 
 
-class _Most:
-    def __init__(self) -> None:
-        self._most: Tensor | None = None
+class _Last(_Reduction):
+    def _take(self, rows: Tensor) -> None:
+        self._found = rows[-1].clone()
 
-    def add(self, rows: Tensor) -> None:
+
+class _Most(_Reduction):
+    def _take(self, rows: Tensor) -> None:
         most = rows.amax(0)
-        self._most = most if self._most is None else torch.maximum(self._most, most)
-
-    def result(self) -> Tensor:
-        assert self._most is not None
-        return self._most
+        self._found = most if self._found is None else torch.maximum(self._found, most)
 
 
-class _Sum:
+class _Sum(_Reduction):
     """A weighted sum of rows, divided at the end.
 
     Args:
-        weighs: whether the weights are 1, 2, 3, ...; otherwise all are 1.
+        weighs: whether weights are positions, from 1 on; otherwise all are 1.
         power: the sum is divided by the sum of the weights to this power.
     """
 
-    def __init__(self, weighs: bool = False, power: float = 1.0) -> None:
+    def __init__(self, skipped: int, weighs: bool = False, power: float = 1.0) -> None:
+        super().__init__(skipped)
         self._weighs = weighs
         self._power = power
-        self._count = 0
-        self._sum: np.ndarray | float = 0.0
+        self._weight = 0
+        self._sum: np.ndarray | None = None
 
-    def add(self, rows: Tensor) -> None:
-        for row in rows.double().numpy():  # one after another, because other sums have no fixed order
-            self._count += 1
-            self._sum = self._sum + (row * self._count if self._weighs else row)
+    def _take(self, rows: Tensor) -> None:
+        numbers = rows.double().cpu().numpy()
+        weights = np.arange(self._seen - len(rows) + 1, self._seen + 1) if self._weighs else np.ones(len(rows), int)
+        if self._weighs:
+            numbers = numbers * weights[:, None]
+        self._weight += int(weights.sum())
+        if self._sum is not None:
+            numbers = np.concatenate((self._sum[None], numbers))
+        # Rows are added one after another, because they are not numpy's fast axis. Other sums have no fixed order.
+        self._sum = np.add.reduce(numbers, axis=0)
 
     def result(self) -> Tensor:
-        weights = self._count * (self._count + 1) / 2 if self._weighs else self._count
-        return torch.from_numpy(np.asarray(self._sum / weights**self._power, dtype=np.float32))
+        assert self._sum is not None, "at least one token takes part"
+        return torch.from_numpy(np.asarray(self._sum / self._weight**self._power, dtype=np.float32))
 
 
-_REDUCTIONS: Mapping[Pooling, Callable[[], Reduction]] = {
+_REDUCTIONS: Mapping[Pooling, Callable[[int], Reduction]] = {
     "cls": _First,
     "last": _Last,
     "max": _Most,
     "mean": _Sum,
-    "mean_sqrt_len": lambda: _Sum(power=0.5),
-    "weightedmean": lambda: _Sum(weighs=True),
+    "mean_sqrt_len": partial(_Sum, power=0.5),
+    "weightedmean": partial(_Sum, weighs=True),
 }
 
 
-def reduction(pooling: Pooling) -> Reduction:
-    """Return what makes one vector of the hidden states of an input."""
-    return _REDUCTIONS[pooling]()
+def reduction(pooling: Pooling, skipped: int = 0) -> Reduction:
+    """Return what makes one vector of the hidden states of an input, without its first `skipped` tokens.
+
+    At least one token must take part.
+    """
+    return _REDUCTIONS[pooling](skipped)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from paceline.kernels.caches import LayerCache
 from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
@@ -45,6 +46,7 @@ class BidirectionalAttention:
 
     def __call__(self, x: Tensor, inputs: ForwardInputs, rotation: Rotation | None) -> Tensor:
         kernels, group, (cache,) = self._kernels, inputs.batch.groups[self._group], inputs.caches
+        assert isinstance(cache, LayerCache)
         queries, keys, values = (each(x).view(-1, self._heads, self._head_dim) for each in (self._q, self._k, self._v))
         if rotation is None:
             kernels.store_kv(keys, values, cache, group)
