@@ -17,6 +17,7 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.options import parse_bytes
 from paceline.core.planner.reports import Role
+from paceline.core.pooling import PoolTask
 from paceline.core.pooling_choice import pooling_choice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import Classes
@@ -165,6 +166,11 @@ class ModelFleet:
         self._draining = True
         self._registrar.announce()
         self.console.end_streams()
+
+    @property
+    def tasks(self) -> frozenset[PoolTask]:
+        """The tasks of pooling that the model has; none if it only generates."""
+        return frozenset() if self.pooling is None else self.pooling.tasks
 
     @property
     def is_ready(self) -> bool:

@@ -20,6 +20,10 @@ MOST_RUNS = 8
 """Largest number of doubled slashes that are mended in one path."""
 
 
+TEI_PATH = "/embed"
+"""The route for POST /. Clients of TEI, such as LangChain's, send texts to the URL of the server itself."""
+
+
 class Access(enum.Enum):
     """The callers to whom a route is open."""
 
@@ -172,8 +176,12 @@ class PathMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (path := self._meant(scope["path"])) != scope["path"]:
-            scope = {**scope, "path": path}
+        if scope["type"] == "http":
+            path = self._meant(scope["path"])
+            if path == "/" and scope["method"] == "POST":
+                path = TEI_PATH
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
     def _meant(self, path: str) -> str:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
+from paceline.core.pooling import POOL_TASKS
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation, plan_with_media
 from paceline.services.gateway.api.choice import Delta
@@ -82,6 +83,7 @@ class OpenAiApi:
         self._gateway = gateway
 
     def _card(self, model: ModelFleet) -> dict[str, Any]:
+        pooling = model.pooling
         return {
             "id": model.name,
             "object": "model",
@@ -92,6 +94,9 @@ class OpenAiApi:
             "max_model_len": model.fleet.max_model_len(),
             "tasks": model.tasks,
             "permission": [],
+            "tasks": [task for task in POOL_TASKS if task in model.tasks] or ["generate"],
+            "embedding_dimensions": pooling.dim if pooling is not None and "embed" in pooling.tasks else None,
+            "prompts": [] if pooling is None else [*pooling.prompts],
         }
 
     async def list_models(self) -> dict[str, Any]:

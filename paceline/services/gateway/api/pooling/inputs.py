@@ -110,23 +110,18 @@ def choose_model(gateway: Gateway, name: str | None, *tasks: PoolTask) -> ModelF
     Raises the errors of `Gateway.pick`, and ApiError if the named model has none of the tasks.
     """
     if name is None:
-        able = [each for each in gateway.models.values() if not tasks_of(each).isdisjoint(tasks)]
+        able = [each for each in gateway.models.values() if not each.tasks.isdisjoint(tasks)]
         if len(able) == 1:
             name = able[0].name
     model = gateway.pick(name)
-    if tasks_of(model).isdisjoint(tasks):
+    if model.tasks.isdisjoint(tasks):
         raise wrong_task(model, *tasks)
     return model
 
 
-def tasks_of(model: ModelFleet) -> frozenset[PoolTask]:
-    """Return the tasks of pooling that a model has; none if it only generates."""
-    return frozenset() if model.pooling is None else model.pooling.tasks
-
-
 def wrong_task(model: ModelFleet, *tasks: PoolTask) -> ApiError:
     """Return the error for a model that has none of the tasks. It says what the model computes."""
-    able = [words for task, words in _TASKS.items() if task in tasks_of(model)]
+    able = [words for task, words in _TASKS.items() if task in model.tasks]
     does = " and ".join((", ".join(able[:-1]), able[-1]) if len(able) > 1 else able) if able else "text"
     wanted = " or ".join(_TASKS[task] for task in tasks)
     others = model.models_for(*tasks)

@@ -29,7 +29,6 @@ from paceline.services.gateway.api.pooling.inputs import (
     check_count,
     choose_model,
     prompt_named,
-    tasks_of,
     text_inputs,
 )
 from paceline.services.gateway.api.pooling.pool import pool
@@ -172,7 +171,7 @@ class TeiApi:
 
 def describe(model: ModelFleet) -> Json:
     """Return TEI's description of a model that pools."""
-    pooling, tasks = model.pooling, tasks_of(model)
+    pooling, tasks = model.pooling, model.tasks
     if pooling is None:
         raise ApiError(404, f"the model {model.name!r} only generates", param="model")
     named = {str(index): label for index, label in enumerate(pooling.labels or ("LABEL_0",))}

@@ -14,7 +14,7 @@ from paceline.core.pooling import POOL_TASKS, PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
 from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond
-from paceline.services.gateway.api.pooling.inputs import InputFields, choose_model, tasks_of
+from paceline.services.gateway.api.pooling.inputs import InputFields, choose_model
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
@@ -62,7 +62,7 @@ class VllmPoolingApi:
             raise ApiError(400, "task: there are no plugins here; name one of the model's tasks", param="task")
         asked: PoolTask | None = body.task
         model = choose_model(self._gateway, body.model, *(POOL_TASKS if asked is None else (asked,)))
-        task = next(each for each in PREFERRED if each in tasks_of(model)) if asked is None else asked
+        task = next(each for each in PREFERRED if each in model.tasks) if asked is None else asked
         if body.dimensions is not None and task != "embed":
             raise ApiError(400, f"dimensions are for the task embed, and the task is {task}", param="dimensions")
         inputs = body.inputs()

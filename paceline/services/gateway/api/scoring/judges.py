@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from paceline.core.pooling import PoolRole
 from paceline.services.gateway.api.pooling.cohere import purpose_prompt
-from paceline.services.gateway.api.pooling.inputs import check_limit, tasks_of, wrong_task
+from paceline.services.gateway.api.pooling.inputs import check_limit, wrong_task
 from paceline.services.gateway.api.pooling.pool import Pooled, pool
 from paceline.services.gateway.api.pooling.similarity import cosine, max_sim
 from paceline.services.gateway.api.respond import start
@@ -49,7 +49,7 @@ async def judge(model: ModelFleet, request: Request, body: ScoringRequest, pairs
 
     Raises ApiError if the model has no task for it, and the errors of `pool` and `start`.
     """
-    tasks = tasks_of(model)
+    tasks = model.tasks
     if model.pooling is None:
         return await _by_answers(model, request, body, pairs)
     if "score" in tasks:

@@ -1,4 +1,4 @@
-"""The routes /score and /rerank, with toy workers that find a document better the shorter its prompt is.
+"""The routes /score and /rerank for a model that generates, whose toy workers find short prompts better.
 
 Their logprob of a token that a request names is minus its id times the number of prompt tokens, over 10,000.
 """
@@ -118,34 +118,6 @@ async def test_a_query_is_cut_once_for_all_documents(start_stack: StartStack, mo
     assert sorted(map(len, read)) == [1, 1, 1, 6000]
 
 
-async def test_labels_after_each_item(start_stack: StartStack) -> None:
-    stack = await start_stack()
-    body: dict[str, Any] = {"query": "is it ", "items": ["a", "bcd"], "label_token_ids": [ord("y"), ord("n")]}
-
-    async def asked(**fields: Any) -> list[dict[str, float]]:
-        answer = await stack.post("/generative_scoring", model="toy", **{**body, **fields})
-        assert answer.status_code == 200, answer.text
-        told = answer.json()
-        assert (told["object"], told["id"][:6], told["usage"]["completion_tokens"]) == ("generative_score", "score-", 0)
-        return [result["token_probs"] for result in sorted(told["results"], key=lambda result: result["index"])]
-
-    def texts() -> list[str]:
-        return sorted(map(text, stack.workers["prefill-0"].calls[-2:]), key=len)
-
-    probs = await asked()
-    assert texts() == ["is it a", "is it bcd"]
-    lengths = [call.work.prompt_tokens for call in stack.workers["prefill-0"].calls[-2:]]
-    for prob, length in zip(probs, sorted(lengths), strict=True):
-        assert prob[str(ord("y"))] == pytest.approx(probability(margin(length)))
-        assert sum(prob.values()) == pytest.approx(1)
-    raw = await asked(apply_softmax=False, add_special_tokens=False)
-    assert raw[0][str(ord("y"))] == pytest.approx(math.exp(-ord("y") * len("is it a") / 10_000))
-    await asked(item_first=True)
-    assert texts() == ["ais it ", "bcdis it "]
-    await asked(query=[ord("q")], items=[[ord("a")], [ord("b"), ord("c")]])
-    assert texts() == ["qa", "qbc"]
-
-
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/score", {"text_1": "q"}, "text_1"),
     ("/score", {"text_1": "q", "documents": ["a"]}, "text_1"),
@@ -156,10 +128,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("/rerank", {"query": "q", "documents": ["a"], "top_n": -1}, "top_n"),
     ("/rerank", {"query": "q", "documents": ["a"], "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
     ("/rerank", {"query": "q", "documents": ["a"], "max_tokens_per_doc": -5}, "max_tokens_per_doc"),
-    ("/generative_scoring", {"query": "q", "items": [], "label_token_ids": [1]}, "items"),
-    ("/generative_scoring", {"query": "q", "items": ["a"], "label_token_ids": []}, "label_token_ids"),
-    ("/generative_scoring", {"query": "q", "items": ["a"], "label_token_ids": [10**6]}, "label_token_ids"),
-    ("/generative_scoring", {"query": [10**6], "items": ["a"], "label_token_ids": [1]}, "query"),
     ("/rerank", {"query": "q", "documents": ["a"], "max_chunks_per_doc": 5}, "max_chunks_per_doc"),
 ]
 
