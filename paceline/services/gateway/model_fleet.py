@@ -71,7 +71,7 @@ class Shared:
     key_uses: Callable[[], Sequence[KeyUse]]
     """Function that returns this gateway's report about the use of each API key's limits."""
     constraints: ConstraintCompiler
-    tasks: dict[str, list[str]] = field(default_factory=dict)
+    abilities: dict[str, list[str]] = field(default_factory=dict)
     """What each model can do, by its name in the API."""
     traces: TraceBook = field(default_factory=TraceBook)
     requests: RunningRequests = field(default_factory=RunningRequests)
@@ -105,7 +105,7 @@ class ModelFleet:
         self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
         self.pooling = read_pooling_config(Path(config.model), pooling_choice(config)) if config.model else None
         """How the model makes vectors, scores or labels; None if it only generates."""
-        shared.tasks[self.name] = self.tasks
+        shared.abilities[self.name] = self.abilities
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
@@ -183,14 +183,14 @@ class ModelFleet:
         return self.pooling is None or self.pooling.generates
 
     @property
-    def tasks(self) -> list[str]:
+    def abilities(self) -> list[str]:
         """What the model can do: tasks of pooling, and "generate"."""
         own: list[str] = ["generate"] if self.generates else []
         return own if self.pooling is None else own + sorted(self.pooling.tasks)
 
     def models_for(self, *tasks: str) -> list[str]:
         """Return the names of the models at this gateway that have one of these tasks."""
-        return [name for name, own in self._shared.tasks.items() if not set(tasks).isdisjoint(own)]
+        return [name for name, own in self._shared.abilities.items() if not set(tasks).isdisjoint(own)]
 
     @property
     def is_encoder(self) -> bool:
@@ -268,7 +268,8 @@ class ModelFleet:
         advice = (
             f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
         )
-        message = f"the model {self.name!r} makes no text ({', '.join(self.tasks)}): send its inputs to {route}{advice}"
+        does = ", ".join(self.abilities)
+        message = f"the model {self.name!r} makes no text ({does}): send its inputs to {route}{advice}"
         return ApiError(400, message, param="model", code="unsupported_task")
 
     def waiting_requests(self) -> int:

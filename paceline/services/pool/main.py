@@ -11,10 +11,10 @@ from paceline.core.config import PoolConfig, WorkerConfig, quantization_of
 from paceline.core.numerics import Numerics
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.models.config import weight_form
+from paceline.models.identity import model_identity
 from paceline.models.pooling.loader import load_pooling_model, stored_dtype
 from paceline.models.pooling.model import PoolingModel
 from paceline.proto import common_pb2, worker_pb2_grpc
-from paceline.services.pool.identity import weights_digest
 from paceline.services.pool.worker import PoolWorker
 from paceline.services.worker.compute import ComputeService
 from paceline.services.worker.worker_process import run_worker
@@ -53,4 +53,5 @@ async def make_worker(setup: WorkerSetup) -> PoolWorker:
 def _load(setup: WorkerSetup) -> tuple[PoolingModel, str]:
     compute, form = setup.compute, quantization_of(setup.config)
     model = load_pooling_model(setup.folder, compute.dtype, compute.kernels, compute.device, form)
-    return model, weights_digest(setup.folder, compute.dtype)
+    type_name = str(compute.dtype).removeprefix("torch.")
+    return model, model_identity(setup.folder, type_name, form).weights

@@ -22,8 +22,8 @@ class Vocabulary:
     cover all bytes are supported: byte-level BPE, and SentencePiece with byte fallback.
 
     Args:
-        generates: whether the model generates tokens. Otherwise nobody asks for the bytes of a token, and any family will
-            do.
+        generates: whether the model generates tokens. Otherwise nobody asks for the bytes of one, and any family is
+            right.
 
     Raises:
         ModelError: the tokenizer's decoder does not work on bytes.

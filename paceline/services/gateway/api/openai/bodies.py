@@ -26,8 +26,6 @@ class ModelCard(AnswerBody):
     root: str
     parent: str | None
     max_model_len: int
-    tasks: list[str]
-    """What the model can do: "generate", or tasks of pooling such as "embed" and "score"."""
     permission: list[Json]
     tasks: list[Literal["generate"] | PoolTask]
     """What the model computes: text, or vectors, scores and labels."""

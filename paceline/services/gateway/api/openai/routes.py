@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
-from paceline.core.pooling import POOL_TASKS
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation, plan_with_media
 from paceline.services.gateway.api.choice import Delta
@@ -92,9 +91,8 @@ class OpenAiApi:
             "root": model.name,
             "parent": None,
             "max_model_len": model.fleet.max_model_len(),
-            "tasks": model.tasks,
+            "tasks": model.abilities,
             "permission": [],
-            "tasks": [task for task in POOL_TASKS if task in model.tasks] or ["generate"],
             "embedding_dimensions": pooling.dim if pooling is not None and "embed" in pooling.tasks else None,
             "prompts": [] if pooling is None else [*pooling.prompts],
         }
