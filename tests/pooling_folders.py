@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -61,3 +62,28 @@ def write_modules(
     (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return layer
+
+
+LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+_SPECIAL = ("<pad>", "<unk>", "<end>", "yes", "no", "query", "document")
+
+
+def write_letters(folder: Path, end: bool = True) -> Callable[[str], list[int]]:
+    """Write a tokenizer of words that are letters. Return a function from a text to its token ids.
+
+    Args:
+        end: whether the tokenizer puts a special token at the end of each text, as that of Qwen3-Embedding does.
+    """
+    vocabulary = {word: index for index, word in enumerate((*_SPECIAL, *LETTERS))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    tokenizer.add_special_tokens(["<pad>", "<unk>", "<end>"])
+    if end:
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single="$A <end>", pair="$A $B <end>", special_tokens=[("<end>", vocabulary["<end>"])]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "padding_side": "left"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return lambda text: tokenizer.encode(text).ids

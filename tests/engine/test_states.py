@@ -1,5 +1,4 @@
-"""Hidden states as the result of requests: those of transformers, whatever else is computed and however a prompt is cut.
-"""
+"""Hidden states as results: those of transformers, whatever else is computed and however a prompt is cut."""
 
 from __future__ import annotations
 
