@@ -17,10 +17,10 @@ from contextlib import AbstractAsyncContextManager
 import numpy as np
 
 from paceline.core.errors import ConfigError
-from paceline.services.kvtransfer.grpc_transport import serving_alone
-from paceline.services.kvtransfer.transport import ArenaMemory, Transport
-from paceline.services.kvtransfer.ucx import UcxTransport
-from paceline.services.kvtransfer.ucx_worker import load_ucx
+from paceline.services.kvtransfer.transports.grpc_transport import serving_alone
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Transport
+from paceline.services.kvtransfer.transports.ucx import UcxTransport
+from paceline.services.kvtransfer.transports.ucx_worker import load_ucx
 
 SILENCE_SECONDS = 1.0
 
