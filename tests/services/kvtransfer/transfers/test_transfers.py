@@ -17,7 +17,7 @@ from paceline.services.kvtransfer.transfers import exports, fetches
 from tests.services.kvtransfer.kv_host import SLOT, key, layout, release, reserve
 from tests.services.kvtransfer.kv_pair import CONTEXT, TOKENS, pair
 from tests.services.kvtransfer.kv_toolkit import LEASE
-from tests.services.kvtransfer.transports import arena, missing
+from tests.services.kvtransfer.transport_cases import arena, missing
 
 
 async def test_blocks_come_while_the_others_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from paceline.services.common.rpc import RpcServer
 from paceline.services.kvtransfer.transports.channels import Channels
 from paceline.services.kvtransfer.transports.grpc_transport import GrpcTransport
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
-from tests.services.kvtransfer.transports import arena
+from tests.services.kvtransfer.transport_cases import arena
 
 SLOT = 5 << 19
 """Bytes of a slot: more than two pieces."""

@@ -10,7 +10,7 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transports.self_test import SLOW_GIGABYTES_PER_SECOND, self_test
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
-from tests.services.kvtransfer.transports import TRANSPORTS, arena, missing
+from tests.services.kvtransfer.transport_cases import TRANSPORTS, arena, missing
 
 SLOT, SLOTS = 1 << 16, 8
 

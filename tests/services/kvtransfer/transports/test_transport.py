@@ -20,7 +20,7 @@ import pytest
 
 from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source, Transport
-from tests.services.kvtransfer.transports import TRANSPORTS, arena, content, missing
+from tests.services.kvtransfer.transport_cases import TRANSPORTS, arena, content, missing
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ class Pair(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def other_host(name: str, slots: int = SLOTS, slot_bytes: int = SLOT) -> AsyncIterator[Other]:
-    arguments = ("-m", "tests.services.kvtransfer.transports", name, str(slots), str(slot_bytes))
+    arguments = ("-m", "tests.services.kvtransfer.transport_cases", name, str(slots), str(slot_bytes))
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=pipe, stdout=pipe)
     try:

@@ -15,7 +15,7 @@ from paceline.core.errors import UnavailableError
 from paceline.services.kvtransfer.transports.transport import Source
 from paceline.services.kvtransfer.transports.ucx import UcxTransport, open_ucx
 from paceline.services.kvtransfer.transports.ucx_wire import MOST_SLOTS, Offer, pack_request, parse_request
-from tests.services.kvtransfer.transports import arena, missing
+from tests.services.kvtransfer.transport_cases import arena, missing
 
 TOKEN = bytes(range(16))
 needs_ucx = pytest.mark.skipif(bool(missing("ucx")), reason=missing("ucx") or "UCX is there")
