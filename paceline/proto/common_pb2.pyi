@@ -116,6 +116,24 @@ POOL_TASK_SPARSE: PoolTask.ValueType  # 6
 """One weight of each token that the model keeps."""
 Global___PoolTask: _TypeAlias = PoolTask  # noqa: Y015
 
+class _PoolRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_ROLE_UNKNOWN: _PoolRole.ValueType  # 0
+    POOL_ROLE_QUERY: _PoolRole.ValueType  # 1
+    POOL_ROLE_DOCUMENT: _PoolRole.ValueType  # 2
+
+class PoolRole(_PoolRole, metaclass=_PoolRoleEnumTypeWrapper):
+    """What inputs are, for models whose vectors of tokens differ between the two."""
+
+POOL_ROLE_UNKNOWN: PoolRole.ValueType  # 0
+POOL_ROLE_QUERY: PoolRole.ValueType  # 1
+POOL_ROLE_DOCUMENT: PoolRole.ValueType  # 2
+Global___PoolRole: _TypeAlias = PoolRole  # noqa: Y015
+
 class _MediaKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -435,6 +453,7 @@ class PoolWork(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
     ACTIVATION_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     task: Global___PoolTask.ValueType
     dimensions: _builtins.int
     """Length to which vectors are cut before they are normalized; 0 keeps the model's own."""
@@ -442,6 +461,7 @@ class PoolWork(_message.Message):
     """Whether vectors get the length 1. Absent: as the checkpoint says."""
     activation: _builtins.bool
     """Whether numbers of labels are made probabilities. Absent: as the checkpoint says."""
+    role: Global___PoolRole.ValueType
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolInput]:
         """At least one. Each has at least one token."""
@@ -454,10 +474,11 @@ class PoolWork(_message.Message):
         dimensions: _builtins.int = ...,
         normalize: _builtins.bool | None = ...,
         activation: _builtins.bool | None = ...,
+        role: Global___PoolRole.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "_normalize", b"_normalize", "activation", b"activation", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "_normalize", b"_normalize", "activation", b"activation", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "_normalize", b"_normalize", "activation", b"activation", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "role", b"role", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__activation: _TypeAlias = _typing.Literal["activation"]  # noqa: Y015
     _WhichOneofArgType__activation: _TypeAlias = _typing.Literal["_activation", b"_activation"]  # noqa: Y015

@@ -334,7 +334,9 @@ class Pooled(_message.Message):
     """The rows of all these inputs, as 32-bit floats, little endian."""
     @_builtins.property
     def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Number of rows of each of these inputs: 1, or one for each token that the model keeps. 0 if it has an error."""
+        """Number of rows of each of these inputs: 1, or one for each token that the model keeps. 0 if it has an error, or if
+        no token is kept.
+        """
 
     @_builtins.property
     def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolError]:
