@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import cast
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from paceline.core.block_pool import BlockEvent
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
-from paceline.services.common.registry import connect, oldest_kept
+from paceline.services.common.registry import connect
+from paceline.services.common.streams import oldest_kept, remove_unusable
 from paceline.services.common.tasks import end_tasks
 
 _PERIOD_SECONDS = 0.25
@@ -90,7 +91,12 @@ class BlockEventPublisher:
             batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 entry, minid = batch.to_entry(), oldest_kept(self._newest, _KEPT_SECONDS)
-                added = await self._client.xadd(self._stream, entry, minid=minid, approximate=True)  # type: ignore[arg-type]
+                try:
+                    added = await self._client.xadd(self._stream, entry, minid=minid, approximate=True)  # type: ignore[arg-type]
+                except ResponseError as error:
+                    await remove_unusable(self._client, self._stream, error)
+                    self._newest = b""
+                    raise
                 self._newest = cast(bytes, added)
             for _ in batch.events:
                 self._waiting.popleft()

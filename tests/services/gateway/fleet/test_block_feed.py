@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 
-from paceline.core.context import Context, encoding_context
+from paceline.core.block_pool import BlockEvent
+from paceline.core.context import HASH_BYTES, Context, encoding_context
 from paceline.core.model_folder import ModelFiles
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.block_stream import BlockBatch, blocks_stream
@@ -195,3 +196,21 @@ async def test_each_host_is_followed(tmp_path: Path, redis_server: str, cluster:
         await one.cache(TOKENS[:32])
         await other.cache(TOKENS[:80])
         await gateway.comes_to_see(a=32, b=80)
+
+
+async def test_events_go_on_after_an_entry_with_the_largest_id(redis_server: str, cluster: str) -> None:
+    """Others may write to Redis. Redis adds no entry after this one, so the stream must begin again."""
+    async with contextlib.aclosing(connect(redis_server)) as client:
+        feed = BlockFeed(client, cluster, list, PrefixIndex())
+        came: list[BlockBatch] = []
+        feed._take = came.append  # type: ignore[method-assign]
+        batches = [BlockBatch("a", "p", number, (BlockEvent("stored", 0, bytes(HASH_BYTES)),)) for number in range(3)]
+        publisher = BlockEventPublisher(redis_server, cluster, lambda: batches.pop(0) if batches else None)
+        feed.start()
+        await publisher.start()
+        await eventually(lambda: len(came) >= 1)
+        await client.xadd(blocks_stream(cluster), {"x": "y"}, id="18446744073709551615-18446744073709551615")
+        batches.append(BlockBatch("a", "p", 3, (BlockEvent("removed", 0, bytes(HASH_BYTES)),)))
+        await eventually(lambda: bool(came) and came[-1].first == 3)
+        await publisher.stop()
+        await feed.close()
