@@ -23,7 +23,7 @@ class Secret:
     """The secret that the services of a cluster share. It is never sent, and is in no repr, log line or error message.
 
     Services prove that they have the secret with keyed hashes, whose keys are derived from the secret. While a cluster
-    changes its secret, a service accepts the proofs of two: those of `text`, with which it makes its own, and of `also`.
+    changes its secret, a service accepts the proofs of two, and makes its own with `text`.
 
     Args:
         text: the secret; empty if services trust everybody who can connect.
@@ -129,7 +129,7 @@ def new_key(name: str) -> str:
 def is_one_of(digest: bytes, expected: Iterable[bytes]) -> bool:
     """Return whether a digest or keyed hash is an expected one. The time does not depend on which one, nor on where
     they differ."""
-    return any([hmac.compare_digest(digest, each) for each in expected])
+    return sum(hmac.compare_digest(digest, each) for each in expected) > 0
 
 
 def digest_of(text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -37,7 +38,7 @@ def test_what_was_signed_is_taken_as_it_was(name: str, member: bytes) -> None:
 def test_members_are_read_while_the_secret_changes() -> None:
     old, new = "the old secret of us", "the new secret of us"
     steps = [Secret(old), Secret(old, new), Secret(new, old), Secret(new)]
-    for writer, reader in zip(steps[:-1], steps[1:]):
+    for writer, reader in itertools.pairwise(steps):
         for one, other in ((writer, reader), (reader, writer)):
             assert signing(other).open("d", signing(one).sign("d", MEMBER)[0]) == MEMBER
     assert signing(steps[3]).open("d", signing(steps[0]).sign("d", MEMBER)[0]) is None
