@@ -28,7 +28,7 @@ from paceline.services.common.registry import (
     names_key,
     read_values,
 )
-from paceline.services.common.streams import Entry, earlier, newest_id
+from paceline.services.common.streams import Entry, comes_before, newest_id
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
 """Time without a heartbeat after which a member is no longer listed, in seconds. It is shorter than the TTL, so that
@@ -178,7 +178,8 @@ class MemberFeed:
         """Read the values of listed members that have sent no heartbeat lately, or that write no beats."""
         # If Redis was started again with a clock that is behind, or others have written an entry of a later time, the
         # ids of new beats are smaller.
-        self._last = earlier(self._last, await self._newest())
+        if comes_before(newest := await self._newest(), self._last):
+            self._last = newest
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
         for name in self._ended.difference(map(_name, listed)):
             self._forget_value(name)

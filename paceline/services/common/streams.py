@@ -25,9 +25,9 @@ async def newest_id(client: Redis, stream: str) -> bytes:
     return entries[0][0] if entries else b"0-0"
 
 
-def earlier(one: bytes, other: bytes) -> bytes:
-    """Return the id that comes first in a stream."""
-    return min(one, other, key=_place)
+def comes_before(one: bytes, other: bytes) -> bool:
+    """Return whether the entry with the id `one` comes before that with the id `other`."""
+    return _place(one) < _place(other)
 
 
 def _place(entry: bytes) -> tuple[int, ...]:
