@@ -29,9 +29,7 @@ _KINDS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": lambda x, skipped: x[skipped:].amax(0),
     "mean": lambda x, skipped: x[skipped:].mean(0),
     "mean_sqrt_len_tokens": lambda x, skipped: x[skipped:].sum(0) / (len(x) - skipped) ** 0.5,
-    "weightedmean": lambda x, skipped: (
-        (x * _POSITIONS[: len(x)])[skipped:].sum(0) / _POSITIONS[skipped : len(x)].sum()
-    ),
+    "weightedmean": lambda x, skipped: (x * _POSITIONS[: len(x)])[skipped:].sum(0) / _POSITIONS[skipped : len(x)].sum(),
 }
 
 
