@@ -89,10 +89,14 @@ def test_layer_norms_and_gelus_of_a_row_depend_on_no_other_row(dtype: torch.dtyp
         kernels = select_kernels(torch.device("cpu"), name)
         x, y = torch.randn(2, 300, 72).to(dtype)
         weight, bias = torch.randn(2, 72).to(dtype)
-        for function in (
-            lambda x, y: kernels.add_layer_norm(x, y, weight, bias, 1e-12),
-            lambda x, y: kernels.layer_norm(x, weight, bias, 1e-12),
-            *((lambda x, y: kernels.gelu(x), kernels.gelu_and_mul) if name == "native" else ()),
-        ):
-            whole = function(x, y)
-            assert all(torch.equal(function(x[i : i + 1], y[i : i + 1])[0], whole[i]) for i in (0, 1, 133, 299))
+
+        def results(
+            rows: slice, kernels: Kernels = kernels, norm: tuple[Tensor, Tensor] = (weight, bias)
+        ) -> list[Tensor]:
+            own, other = x[rows], y[rows]
+            found = [kernels.add_layer_norm(own, other, *norm, 1e-12), kernels.layer_norm(own, *norm, 1e-12)]
+            return found + ([kernels.gelu(own), kernels.gelu_and_mul(own, other)] if name == "native" else [])
+
+        for place in (0, 1, 133, 299):
+            alone, together = results(slice(place, place + 1)), results(slice(None))
+            assert all(torch.equal(one[0], all_[place]) for one, all_ in zip(alone, together, strict=True))
