@@ -66,6 +66,7 @@ def embed(source: Path, target: Path, gateway: GatewayClient, options: EmbedOpti
         UnavailableError: no server answers.
     """
     lines = _read(source)
+    gateway.fetch("/v1/models")  # so that a wrong URL is noticed at once; later, a gateway may be away for a while
     kept = KeptVectors(target, _digest(lines, gateway, options), len(lines))
     report = StatusLines(sys.stderr)
     progress = Progress(len(lines), report, "texts", kept.count)
@@ -118,6 +119,7 @@ def _ask(part: Sequence[tuple[int, str]], gateway: GatewayClient, options: Embed
         answer = _retried(lambda: gateway.fetch("/v2/embed", body, REQUEST_SECONDS))
     except InvalidRequestError as error:
         told = _PLACE.sub(lambda match: f"line {part[int(match[1])][0]}", str(error))
+        told = told.replace("input_type:", "--prompt-name:")
         advice = "; --truncate cuts long texts" if "tokens and this model takes" in told else ""
         raise InvalidRequestError(told.replace(" (truncate_prompt_tokens: -1)", "") + advice) from error
     rows = [np.frombuffer(base64.b64decode(text), "<f4") for text in answer["embeddings"]["base64"]]

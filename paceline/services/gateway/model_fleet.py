@@ -121,7 +121,9 @@ class ModelFleet:
         )
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
-        self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
+        self._block_feed = BlockFeed(
+            shared.redis, config.cluster, self.fleet.hosts, self._prefixes, shared.credentials.secret
+        )
         self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
         self.runner = SequenceRunner(
             config,
@@ -265,9 +267,7 @@ class ModelFleet:
         routes = {"embed": "/v1/embeddings", "score": "/v1/rerank", "classify": "/classify"}
         route = next((routes[task] for task in routes if task in self.pooling.tasks), "/pooling")
         others = self.models_for("generate")
-        advice = (
-            f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
-        )
+        advice = f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
         does = ", ".join(self.abilities)
         message = f"the model {self.name!r} makes no text ({does}): send its inputs to {route}{advice}"
         return ApiError(400, message, param="model", code="unsupported_task")

@@ -49,7 +49,7 @@ def write_toy_encoder(folder: Path, architecture: str = "BertModel", labels: int
     if not labels:
         kinds = [("Transformer", ""), ("Pooling", "1_Pooling")]
         if architecture == "ColBert":
-            del kinds[1]
+            kinds[1] = ("Normalize", "1_Normalize")
         listed = [
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for index, (kind, path) in enumerate(kinds)
@@ -83,7 +83,7 @@ def toy_rows(pool: common_pb2.PoolWork, one: common_pb2.PoolInput) -> NDArray[np
         case _TASKS.POOL_TASK_SCORE:
             first = {token for token in one.token_ids[: one.second_start] if token < 256}
             second = [token for token in one.token_ids[one.second_start :] if token < 256]
-            share = sum(token in first for token in second) / len(second)
+            share = sum(token in first for token in second) / max(1, len(second))
             return np.array([[share if not pool.HasField("activation") or pool.activation else 10 * share]], np.float32)
         case _:
             odd = sum(token % 2 for token in ids)

@@ -43,7 +43,8 @@ class ConsoleApi:
     async def feed(self, model: str | None = None) -> Response:
         # The page learns the names of the models from its first stream, which is of the first model.
         shown = self._gateway.named(model)[0]
-        pooling = {name: sorted(each.tasks) for name, each in self._gateway.models.items() if each.tasks & _COMPARED}
+        models = self._gateway.models.items()
+        pooling = {name: sorted(each.tasks) for name, each in models if each.tasks & _COMPARED}
         about = {"models": list(self._gateway.models), "pooling": pooling}
         # An error ends the stream; the browser then opens a new one.
         return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict
 
-from paceline.core.pooling import PoolTask
 from paceline.services.gateway.api.api_schema import AnswerBody
 
 Json = dict[str, Any]
@@ -27,8 +26,6 @@ class ModelCard(AnswerBody):
     parent: str | None
     max_model_len: int
     permission: list[Json]
-    tasks: list[Literal["generate"] | PoolTask]
-    """What the model computes: text, or vectors, scores and labels."""
     embedding_dimensions: int | None
     """Number of elements of an embedding; None if the model does not embed."""
     prompts: list[str]

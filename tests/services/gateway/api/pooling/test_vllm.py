@@ -53,7 +53,7 @@ async def test_each_encoding_has_the_same_numbers(embedder: Stack) -> None:
 
 async def test_a_label_is_the_largest_number(labeller: Stack) -> None:
     for path in ("/classify", "/v1/classify"):
-        answer = (await labeller.post(path, input=["aac", "aab", [98]])).json()
+        answer = (await labeller.post(path, input=["aac", "aab", "b"])).json()
         assert answer["id"].startswith("classify-")
         shares = [([0, 1], "odd"), ([1 / 3, 2 / 3], "odd"), ([1, 0], "even")]
         assert [(each["label"], each["num_classes"], each["index"]) for each in answer["data"]] == [
@@ -81,7 +81,7 @@ async def test_a_model_says_what_it_computes(embedder: Stack, labeller: Stack, s
     card = (await embedder.http.get("/v1/models")).json()["data"][0]
     assert (card["tasks"], card["embedding_dimensions"]) == (["embed", "token_embed"], DIM)
     assert card["prompts"] == ["query", "document"]
-    assert (card["max_model_len"], (await stack.http.get("/v1/models/toy")).json()["tasks"]) == (64, ["generate"])
+    assert (await stack.http.get("/v1/models/toy")).json()["tasks"] == ["generate"]
 
 
 async def test_truncation(embedder: Stack) -> None:
@@ -97,9 +97,9 @@ async def test_truncation(embedder: Stack) -> None:
     ):
         answer = (await embedder.post("/pooling", input="abcdefgh", **fields)).json()
         assert computed() == text
-        cut = 9 - fields.get("add_special_tokens", True) + 0
-        del cut
-        assert answer["usage"].get("prompt_tokens_details", {"truncated_tokens": 0})["truncated_tokens"] == 8 - len(text)
+        assert answer["usage"].get("prompt_tokens_details", {"truncated_tokens": 0})["truncated_tokens"] == 8 - len(
+            text
+        )
     for wrong in (65, 0):
         answer = await embedder.post("/pooling", input="a", truncate_prompt_tokens=wrong)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
