@@ -87,6 +87,8 @@ class PoolingConfig:
     """Largest number of tokens of an input, special tokens included."""
     attention: Literal["full", "causal"]
     """Whether a token attends to all tokens of its input, or to those before it."""
+    generates: bool = False
+    """Whether the model also generates text."""
     pooling: tuple[Pooling, ...] = ()
     """Several results are concatenated."""
     include_prompt: bool = True

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model_folder import read_object
 from paceline.core.pooling import PoolTask
-from paceline.core.pooling_config import HeadModule, Pooling, PoolingConfig, ScoreActivation
+from paceline.core.pooling_choice import PoolingChoice
+from paceline.core.pooling_config import HeadModule, NormalizeModule, Pooling, PoolingConfig, ScoreActivation
 from paceline.core.pooling_files import BGE_M3_FILES, MODULES_FILE, SETTINGS_FILE, TEXT_FILES
 from paceline.core.pooling_modules import Modules, read_modules
 
@@ -26,20 +27,31 @@ ENCODER_TYPES = {
 """The model types of encoders, and whether positions begin after the id of the padding token."""
 _MOST = 1 << 40
 _SEQUENCE, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_REWARD, _STEPS = "ForRewardModel", "ForProcessRewardModel"
+"""Ends of the names of decoders with a head for the reward of a whole text, or of each step in it. A step's reward is
+that of the token after it, which marks its end.
+"""
 
 
-def read_pooling_config(folder: Path) -> PoolingConfig | None:
+def read_pooling_config(folder: Path, choice: PoolingChoice | None = None) -> PoolingConfig | None:
     """Return how the model in a folder pools; None if it is a causal model without any files about pooling.
 
-    Raises ModelError if a file is damaged, asks for what Paceline does not compute, or does not say how to pool.
+    Args:
+        choice: how such a causal model pools nevertheless, as an operator says.
+
+    Raises:
+        ModelError: a file is damaged, asks for what Paceline does not compute, or does not say how to pool.
+        ConfigError: there is a choice, but the folder says itself how the model pools.
     """
     raw = read_object(folder / "config.json")
     names = raw.get("architectures") or [""]
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     is_encoder = str(raw.get("model_type")) in ENCODER_TYPES
-    has_head = architecture.endswith((_SEQUENCE, _TOKENS))
+    has_head = architecture.endswith((_SEQUENCE, _TOKENS, _REWARD, _STEPS))
     modules = read_modules(folder) if (folder / MODULES_FILE).is_file() else None
-    if modules is None and not has_head:
+    if choice is not None and (modules is not None or has_head or is_encoder):
+        raise ConfigError(f"--convert embed: {folder} says itself how it pools, so leave the option out")
+    if modules is None and not has_head and choice is None:
         if is_encoder:
             raise ModelError(
                 f"{folder} lacks {MODULES_FILE}, which says how an encoder's hidden states become a vector (the mean, "
@@ -61,6 +73,8 @@ def read_pooling_config(folder: Path) -> PoolingConfig | None:
         }
         if has_head:
             return _with_labels(raw, architecture, shared)
+        if choice is not None:
+            return _with_choice(choice, shared)
         assert modules is not None
         return _with_modules(folder, raw, modules, settings, shared)
     except ModelError as error:
@@ -69,8 +83,10 @@ def read_pooling_config(folder: Path) -> PoolingConfig | None:
 
 def _with_labels(raw: Mapping[str, Any], architecture: str, shared: Mapping[str, Any]) -> PoolingConfig:
     """Return the config of a model whose head gives a number for each label."""
+    if architecture.endswith(_REWARD):
+        raw = {"num_labels": 1, "problem_type": "regression", **raw}
     labels = _labels(raw)
-    if architecture.endswith(_TOKENS):
+    if architecture.endswith((_TOKENS, _STEPS)):
         return PoolingConfig(
             **shared, tasks=frozenset({"token_classify"}), dim=len(labels), labels=labels, activation="softmax"
         )
@@ -86,6 +102,18 @@ def _with_labels(raw: Mapping[str, Any], architecture: str, shared: Mapping[str,
         pooling=(pooled,),
         labels=labels,
         activation=_activation(raw, len(labels)),
+    )
+
+
+def _with_choice(choice: PoolingChoice, shared: Mapping[str, Any]) -> PoolingConfig:
+    """Return the config of a causal model that pools as an operator says."""
+    return PoolingConfig(
+        **shared,
+        tasks=frozenset({"embed", "token_embed"}),
+        generates=shared["attention"] == "causal",
+        dim=shared["hidden_size"],
+        pooling=(choice.pooling,),
+        modules=(NormalizeModule(),) if choice.normalize else (),
     )
 
 

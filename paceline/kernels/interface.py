@@ -287,8 +287,8 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
             sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.
             looks_ahead: whether queries see keys up to `batch.last_keys`, if the batch has it, instead of up to their
                 own position.
-            both_sides: whether a window also bounds the keys after a query, to as many as before it. Otherwise it bounds
-                only the keys before a query.
+            both_sides: whether a window also bounds the keys after a query, to as many as before it. Otherwise it
+                bounds only the keys before a query.
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

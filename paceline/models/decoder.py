@@ -70,7 +70,9 @@ class Decoder:
         self._embedding_scale = embedding_scale
         layers = tensor_name(place, "layers")
         self._layers = [make_layer(layer, f"{layers}.{layer}") for layer in range(config.num_layers)]
-        self._norm = RMSNorm(weights, tensor_name(place, "norm"), config.hidden_size, config.norm_eps, kernels, norm_kind)
+        self._norm = RMSNorm(
+            weights, tensor_name(place, "norm"), config.hidden_size, config.norm_eps, kernels, norm_kind
+        )
         self._rotary = Rotary(config, self._embedding.device, kernels)
 
     def code_kv(self, coding: KVCoding) -> None:

@@ -157,6 +157,10 @@ class ModelFacts(Protocol):
     def bidirectional(self) -> bool:
         """Whether all tokens of a context see each other, so that one step must compute the whole context."""
 
+    @property
+    def only_pools(self) -> bool:
+        """Whether the model has no next token: it gives vectors or labels only."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
@@ -280,6 +284,11 @@ class ModelConfig:
         """Kinds of media whose spans one step must compute whole, as in `ModelFacts`."""
         looks_ahead = not self.bidirectional and any(each.looks_ahead for each in self.attention.values())
         return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
+
+    @property
+    def only_pools(self) -> bool:
+        """Whether the model has no next token, as in `ModelFacts`."""
+        return self.bidirectional or not self.has_head
 
     @property
     def has_grids(self) -> bool:

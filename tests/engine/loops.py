@@ -225,7 +225,8 @@ class Loop:
         left = {request.key for request in (*wanted, *others)}
         while left:
             event = self._events.get(timeout=120)
-            assert not self._failures and not isinstance(event, Failed)
+            assert not self._failures
+            assert not isinstance(event, Failed)
             if isinstance(event, States):
                 found[event.key].append(event.rows)
                 if event.first + len(event.rows) == len(wanted[list(found).index(event.key)].token_ids):

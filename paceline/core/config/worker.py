@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
+from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.service import (
     DType,
     KVCacheDType,
@@ -16,6 +17,7 @@ from paceline.core.config.service import (
 )
 from paceline.core.kv_coding import KVCoding
 from paceline.core.options import AutoSize, option, same_option
+from paceline.core.pooling_choice import Convert, pooling_choice
 from paceline.core.speculative import speculative_help
 
 
@@ -80,6 +82,8 @@ class WorkerConfig(ServiceConfig):
         "such code (auto_map). It can do whatever the user of this process can do. Native models never need it",
         "model",
     )
+    convert: Convert = same_option(GatewayConfig, "convert")
+    pooler_config: str = same_option(GatewayConfig, "pooler_config")
     max_model_len: int = option(
         0,
         "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
@@ -158,6 +162,7 @@ class WorkerConfig(ServiceConfig):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
         KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
+        pooling_choice(self)
         return self
 
     @property

@@ -28,6 +28,7 @@ class TransformersConfig:
     """Empty, because tokens of an image see only the tokens before them."""
     has_grids: bool = False
     bidirectional: bool = False
+    only_pools: bool = False
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:

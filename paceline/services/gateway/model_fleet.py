@@ -18,6 +18,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.options import parse_bytes
 from paceline.core.planner.reports import Role
 from paceline.core.pooling import PoolTask
+from paceline.core.pooling_choice import pooling_choice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import Classes
 from paceline.proto import common_pb2
@@ -102,7 +103,7 @@ class ModelFleet:
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.cache_salts = CacheSalts(shared.credentials.secret, config.share_cache)
         self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
-        self.pooling = read_pooling_config(Path(config.model)) if config.model else None
+        self.pooling = read_pooling_config(Path(config.model), pooling_choice(config)) if config.model else None
         """How the model makes vectors, scores or labels; None if it only generates."""
         shared.abilities[self.name] = self.abilities
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
@@ -174,12 +175,12 @@ class ModelFleet:
     @property
     def is_ready(self) -> bool:
         """Whether a worker is ready for the requests of this model, or a planner will start one."""
-        return self.fleet.has_worker(not self.is_encoder) or self.fleet.may_be_empty
+        return self.fleet.has_worker(self.generates) or self.fleet.may_be_empty
 
     @property
     def generates(self) -> bool:
-        """Whether the model generates text: each token sees those before it, and there is a head for the next one."""
-        return self.pooling is None or not (self.pooling.is_encoder or self.pooling.attention == "full")
+        """Whether the model generates text."""
+        return self.pooling is None or self.pooling.generates
 
     @property
     def abilities(self) -> list[str]:

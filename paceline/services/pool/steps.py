@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.pooling import PoolWish
@@ -20,6 +18,7 @@ from paceline.kernels.encoding import Between
 from paceline.models.pooling.model import PoolResult, TextRow
 from paceline.proto import worker_pb2
 from paceline.services.pool.pool_calls import PoolCall, PoolPiece, StepPlanner
+from paceline.services.worker.pool_messages import to_messages
 
 POOLED_INPUTS = Family("pooled_inputs", "Inputs whose vectors, scores or labels were computed")
 POOLED_TOKENS = Family("pooled_tokens", "Tokens of these inputs")
@@ -30,8 +29,6 @@ MEASURED_TOKENS = 128
 """Least number of tokens of a step from which the speed is measured."""
 WEIGHT = 0.2
 """Weight of the newest step in the measured speed."""
-MESSAGE_BYTES = 16 << 20
-"""Size of results, in bytes, from which a message is full. A message has at least one input."""
 
 log = logging.getLogger(__name__)
 
@@ -161,32 +158,6 @@ class PoolSteps:
             return
         for piece in pieces:
             piece.call.put_back(piece)
-
-
-def to_messages(first: int, results: Sequence[PoolResult]) -> Iterator[worker_pb2.Pooled]:
-    """Yield messages with the results of inputs from index `first` on."""
-    message, parts, size = worker_pb2.Pooled(first=first), list[torch.Tensor](), 0
-    for index, result in enumerate(results, start=first):
-        bytes_ = 0 if result.values is None else result.values.nbytes
-        if message.rows and size + bytes_ > MESSAGE_BYTES:
-            message.data = _bytes_of(parts)
-            yield message
-            message, parts, size = worker_pb2.Pooled(first=index), [], 0
-        if result.values is None:
-            message.rows.append(0)
-            message.errors.add(input=index, message=result.error)
-            continue
-        message.rows.append(len(result.values))
-        message.dim = result.values.shape[1]
-        parts.append(result.values)
-        size += bytes_
-    message.data = _bytes_of(parts)
-    yield message
-
-
-def _bytes_of(parts: Sequence[torch.Tensor]) -> bytes:
-    """Return fp32 rows as bytes, little endian, in C order."""
-    return torch.cat(list(parts)).numpy().astype("<f4", copy=False).tobytes() if parts else b""
 
 
 def _told(error: Exception) -> PacelineError:

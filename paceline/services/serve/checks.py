@@ -11,6 +11,7 @@ from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, ServeConfig, has_pools, quantization_of
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
+from paceline.core.pooling_choice import pooling_choice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
@@ -55,6 +56,14 @@ def is_encoder(folder: Path) -> bool:
     """Return whether the model in `folder` is an encoder of texts, which has pool workers. Raises ModelError."""
     pooling = read_pooling_config(folder)
     return pooling is not None and pooling.is_encoder
+
+
+def generates(config: ServeConfig, folder: Path) -> bool:
+    """Return whether the model in `folder` generates text, so that it has decode workers. Raises ModelError or
+    ConfigError.
+    """
+    pooling = read_pooling_config(folder, pooling_choice(config))
+    return pooling is None or pooling.generates
 
 
 def _check_encoder(config: ServeConfig, folder: Path) -> None:

@@ -78,6 +78,8 @@ class ModelStack:
         self.folder = await self._processes.prepare(f"{self._label}prepare", config)
         self._leases.append(lease_model(self.folder))
         self.is_encoder = checks.is_encoder(self.folder)
+        if not checks.generates(self.config, self.folder):
+            self.config = self.config.model_copy(update={"decode": 0})
         checks.check_model(self.config, self.folder)
 
     async def start(self, redis: str, secret: Path) -> None:

@@ -73,7 +73,7 @@ def first_request(
     """
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
     pooling = read_pooling_config(model)
-    if pooling is not None and pooling.is_encoder:
+    if pooling is not None:
         path, body = _first_pooling(pooling, served_name(config))
     elif config.chat_template or _has_chat_template(model):
         path = "v1/chat/completions"

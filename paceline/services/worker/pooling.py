@@ -7,32 +7,26 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from paceline.core.context import Context
 from paceline.core.errors import BusyError, ModelError, UnavailableError
 from paceline.core.types import Key
 from paceline.engine.step import Preempted, States
-from paceline.models.pooling.causal import CausalPooler, RunningPool
+from paceline.models.pooling.causal import Begin, RunningPool, beginner
+from paceline.models.pooling.model import PoolResult
+from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2, worker_pb2
-from paceline.services.common.wire import key_from_pb, pool_wish_from_pb
+from paceline.services.common.pool_wire import wish_from_pb
+from paceline.services.common.wire import key_from_pb
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream
 from paceline.services.worker.leases import Reservation
+from paceline.services.worker.pool_messages import to_messages
 from paceline.services.worker.worker import Worker
-
-MESSAGE_BYTES = 1 << 20
-"""Largest number of bytes of the results of several inputs in one message."""
 
 Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """The rows of one input, fp32 [rows, dim]; None if they are not finite."""
-
-    input: int
-    rows: Tensor | None
-    error: str = ""
+_Numbered = tuple[int, PoolResult]
+"""The index of an input, and its result."""
 
 
 @dataclass(slots=True)
@@ -40,13 +34,12 @@ class _Job:
     """The work of one call."""
 
     work: common_pb2.Work
-    begin: Callable[[int, int], RunningPool]
-    """Begins the pooling of an input with this many tokens, of which so many are its prompt's."""
+    begin: Begin
     places: asyncio.Semaphore
     """Bounds the inputs that run at the same time."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     """Set after the first input has got its blocks."""
-    results: asyncio.Queue[_Result | None] = field(default_factory=asyncio.Queue)
+    results: asyncio.Queue[_Numbered | None] = field(default_factory=asyncio.Queue)
     """Results that were not sent yet; None after the last one."""
 
 
@@ -58,7 +51,7 @@ class PoolHandler:
         most: number of rows.
     """
 
-    def __init__(self, worker: Worker, pooler: CausalPooler, most: int) -> None:
+    def __init__(self, worker: Worker, pooler: Pooler, most: int) -> None:
         self._worker = worker
         self._pooler = pooler
         self._most = most
@@ -75,7 +68,7 @@ class PoolHandler:
             BusyError: there are not enough free blocks.
             UnavailableError: an input was preempted, because a request that decodes here needs its blocks.
         """
-        job = _Job(work, self._pooler.beginner(pool_wish_from_pb(work.pool)), asyncio.Semaphore(self._most))
+        job = _Job(work, beginner(self._pooler, wish_from_pb(work.pool)), asyncio.Semaphore(self._most))
         try:
             async with asyncio.TaskGroup() as group:
                 inputs = [group.create_task(self._compute(job, index)) for index in range(len(work.pool.inputs))]
@@ -94,7 +87,7 @@ class PoolHandler:
         """Run one input, and put its result into the queue of results."""
         asked = job.work.pool.inputs[index]
         context = Context(list(asked.token_ids), job.work.cache_salt)
-        running = job.begin(len(context), asked.prompt_tokens)
+        running = job.begin(context.token_ids, asked.prompt_tokens)
         async with job.places, self._blocks(job, index, context, running) as lease:
             events = EventStream()
             request = self._worker.intake.make_pool_request(job.work, lease, context, running.states)
@@ -104,12 +97,14 @@ class PoolHandler:
                     for event in await events.batch():
                         if isinstance(event, Preempted):
                             raise UnavailableError("the worker needs the memory of this input for other requests")
-                        if isinstance(event, States):
+                        if isinstance(event, States) and running.states == "last":
                             running.add(event.first, event.rows)
-                result = _Result(index, await asyncio.to_thread(running.finish))
+                        elif isinstance(event, States):
+                            await asyncio.to_thread(running.add, event.first, event.rows)
+                result = PoolResult(await asyncio.to_thread(running.result))
             except ModelError as error:
-                result = _Result(index, None, str(error))
-        job.results.put_nowait(result)
+                result = PoolResult(None, str(error))
+        job.results.put_nowait((index, result))
 
     @contextlib.asynccontextmanager
     async def _blocks(
@@ -129,6 +124,7 @@ class PoolHandler:
             except BusyError:
                 if not self._running:
                     raise
+                own = own._replace(generation=own.generation + 1)  # a key that was refused is not taken again
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_SECONDS):
                     await self._freed.wait()
@@ -148,47 +144,33 @@ class PoolHandler:
         await job.opened.wait()
         await send(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=job.work.key)))
         while True:
-            found: list[_Result | None] = []
+            found: list[_Numbered | None] = []
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ALIVE_SECONDS):
                     found.append(await job.results.get())
             while not job.results.empty():
                 found.append(job.results.get_nowait())
-            for event in _events([result for result in found if result is not None]):
-                await send(worker_pb2.ComputeEvent(pooled=event))
+            for first, results in _runs([numbered for numbered in found if numbered is not None]):
+                for message in to_messages(first, results):
+                    await send(worker_pb2.ComputeEvent(pooled=message))
             if None in found:
                 return
             if not found and self._worker.goes_on:
                 await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
 
 
-def _events(results: Sequence[_Result]) -> Iterator[worker_pb2.Pooled]:
-    """Yield results as messages, each of inputs that follow one another."""
-    together: list[_Result] = []
-    size = 0
-    for result in sorted(results, key=lambda result: result.input):
-        own = 0 if result.rows is None else result.rows.nbytes
-        if together and (result.input != together[-1].input + 1 or size + own > MESSAGE_BYTES):
-            yield _event(together)
-            together, size = [], 0
+def _runs(results: Sequence[_Numbered]) -> Iterator[tuple[int, list[PoolResult]]]:
+    """Yield the results of inputs that follow one another, with the index of the first one."""
+    together: list[PoolResult] = []
+    first = 0
+    for index, result in sorted(results, key=lambda numbered: numbered[0]):
+        if together and index != first + len(together):
+            yield first, together
+            together = []
+        first = first if together else index
         together.append(result)
-        size += own
     if together:
-        yield _event(together)
-
-
-def _event(results: Sequence[_Result]) -> worker_pb2.Pooled:
-    """Return the results of inputs that follow one another as a message."""
-    found = [result.rows for result in results if result.rows is not None]
-    return worker_pb2.Pooled(
-        first=results[0].input,
-        rows=[0 if result.rows is None else len(result.rows) for result in results],
-        dim=found[0].shape[1] if found else 0,
-        data=b"".join(rows.contiguous().numpy().astype("<f4", copy=False).tobytes() for rows in found),
-        errors=[
-            worker_pb2.PoolError(input=result.input, message=result.error) for result in results if result.rows is None
-        ],
-    )
+        yield first, together
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -96,6 +96,14 @@ def check_pool(work: pb.Work, max_model_len: int) -> None:
             raise InvalidRequestError("the second text and the prompt of an input must be inside of it", "input")
 
 
+def check_pool_texts(work: pb.Work, vocab_size: int) -> None:
+    """Raise InvalidRequestError for work of the kind POOL that a decoder with this vocabulary can never do."""
+    for index, each in enumerate(work.pool.inputs):
+        if each.media:
+            raise InvalidRequestError("this model pools texts, not images or audio", f"input[{index}]")
+        check_token(max(each.token_ids), vocab_size)
+
+
 def check_token(token: int, vocab_size: int) -> None:
     """Raise InvalidRequestError if `token` is not below the size of the vocabulary."""
     if token >= vocab_size:

@@ -72,8 +72,8 @@ def attend(
     With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
     HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits). Split 0 is the first split that the tile sees.
     CODE is a `KVCode`, or 0. With a code, strides of the cache are in bytes, and place_stride is that of tiles.
-    With AHEAD, a query sees keys up to last_keys, int64 [tokens], and with BOTH_SIDES no key after its window. Otherwise
-    it sees no key after its own.
+    With AHEAD, a query sees keys up to last_keys, int64 [tokens], and with BOTH_SIDES no key after its window.
+    Otherwise it sees no key after its own.
     """
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)

@@ -126,6 +126,8 @@ def wrong_task(model: ModelFleet, *tasks: PoolTask) -> ApiError:
     wanted = " or ".join(_TASKS[task] for task in tasks)
     others = model.models_for(*tasks)
     advice = f"; name {' or '.join(map(repr, others))} for that" if others else ""
+    if not others and model.pooling is None and "embed" in tasks:
+        advice = ", and its files do not say how to make a vector; start it with --convert embed if it should anyway"
     message = f"the model {model.name!r} does not compute {wanted}; it computes {does}{advice}"
     return ApiError(400, message, param="model", code="unsupported_task")
 
