@@ -265,9 +265,7 @@ class ModelFleet:
         routes = {"embed": "/v1/embeddings", "score": "/v1/rerank", "classify": "/classify"}
         route = next((routes[task] for task in routes if task in self.pooling.tasks), "/pooling")
         others = self.models_for("generate")
-        advice = (
-            f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
-        )
+        advice = f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
         does = ", ".join(self.abilities)
         message = f"the model {self.name!r} makes no text ({does}): send its inputs to {route}{advice}"
         return ApiError(400, message, param="model", code="unsupported_task")

@@ -14,12 +14,13 @@ from pydantic import Field
 
 import paceline
 from paceline.core.pooling import POOL_TASKS, PoolTask
-from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.api_schema import answers, errors_of
 from paceline.services.gateway.api.pooling.bodies import (
     AllVectors,
     Predictions,
     Similarities,
     SparseVectors,
+    TeiError,
     TeiInfo,
     Vectors,
 )
@@ -113,15 +114,18 @@ class SimilarityRequest(NamedRequest):
     parameters: SimilarityParameters = SimilarityParameters()
 
 
+_ERRORS = errors_of(TeiError)
+
+
 def add_tei(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes of TEI to a router, except /rerank, which has several forms."""
     api = TeiApi(gateway)
-    router.post("/embed", response_model=None, responses=answers(Vectors))(api.embed)
-    router.post("/embed_all", response_model=None, responses=answers(AllVectors))(api.embed_all)
-    router.post("/embed_sparse", response_model=None, responses=answers(SparseVectors))(api.embed_sparse)
-    router.post("/predict", response_model=None, responses=answers(Predictions))(api.predict)
-    router.post("/similarity", response_model=None, responses=answers(Similarities))(api.similarity)
-    router.get("/info", response_model=None, responses=answers(TeiInfo))(api.info)
+    router.post("/embed", response_model=None, responses=answers(Vectors) | _ERRORS)(api.embed)
+    router.post("/embed_all", response_model=None, responses=answers(AllVectors) | _ERRORS)(api.embed_all)
+    router.post("/embed_sparse", response_model=None, responses=answers(SparseVectors) | _ERRORS)(api.embed_sparse)
+    router.post("/predict", response_model=None, responses=answers(Predictions) | _ERRORS)(api.predict)
+    router.post("/similarity", response_model=None, responses=answers(Similarities) | _ERRORS)(api.similarity)
+    router.get("/info", response_model=None, responses=answers(TeiInfo) | _ERRORS)(api.info)
 
 
 class TeiApi:
