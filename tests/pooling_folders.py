@@ -66,6 +66,8 @@ def write_modules(
 
 LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _SPECIAL = ("<pad>", "<unk>", "<end>", "yes", "no", "query", "document")
+YES, NO = 3, 4
+"""Ids of these words."""
 
 
 def write_letters(folder: Path, end: bool = True) -> Callable[[str], list[int]]:
