@@ -121,7 +121,9 @@ class ModelFleet:
         )
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
-        self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
+        self._block_feed = BlockFeed(
+            shared.redis, config.cluster, self.fleet.hosts, self._prefixes, shared.credentials.secret
+        )
         self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
         self.runner = SequenceRunner(
             config,

@@ -69,7 +69,7 @@ async def run(config: KVTransferConfig) -> None:
     registrar = Registrar(
         config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process), signatures
     )
-    publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
+    publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events, secret=credentials.secret)
     await registrar.start()
     await publisher.start()
     await server.set_ready(True)

@@ -29,9 +29,7 @@ _KINDS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "max": lambda x, skipped: x[skipped:].amax(0),
     "mean": lambda x, skipped: x[skipped:].mean(0),
     "mean_sqrt_len_tokens": lambda x, skipped: x[skipped:].sum(0) / (len(x) - skipped) ** 0.5,
-    "weightedmean": lambda x, skipped: (
-        (x * _POSITIONS[: len(x)])[skipped:].sum(0) / _POSITIONS[skipped : len(x)].sum()
-    ),
+    "weightedmean": lambda x, skipped: (x * _POSITIONS[: len(x)])[skipped:].sum(0) / _POSITIONS[skipped : len(x)].sum(),
 }
 
 
@@ -186,7 +184,7 @@ class TestRefusals:
         listed = json.loads(path.read_text())
         for change in ({"type": "custom_st.Pooling"}, {"path": "../1_Pooling"}):
             path.write_text(json.dumps([listed[0], {**listed[1], **change}]))
-            with pytest.raises(ModelError, match="code of its own|must be inside the model's folder"):
+            with pytest.raises(ModelError, match=r"code of its own|must be inside the model's folder"):
                 load(tmp_path)
 
     def test_tensors_that_are_missing_or_unknown(self, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
+from paceline.services.gateway.http.texts import NOT_UNICODE
 from paceline.services.gateway.planning.chat_template import ChatTemplate, Message
 from paceline.services.gateway.planning.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.marks import MediaMarks, ReservedTokens
@@ -208,8 +209,7 @@ class Tokenizer:
             return encode() if total < LONG_CHARACTERS else self._long_texts.submit(encode).result()
         except (UnicodeEncodeError, TypeError) as error:
             param = next((param for text, param in texts if not _is_unicode(text)), texts[0][1])
-            message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
-            raise InvalidRequestError(message, param) from error
+            raise InvalidRequestError(f"{param}: the text is {NOT_UNICODE}", param) from error
 
     def offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Return the characters (begin, end) of each token of a text; (0, 0) for tokens without text.

@@ -37,7 +37,7 @@ them takes the texts as they are, because Cohere's clients always send a type.""
 _SIDES: Mapping[str, Side | None] = {"NONE": None, "START": "start", "END": "end"}
 
 
-class TextPart(Body):
+class InputPart(Body):
     """A part of an input."""
 
     type: Literal["text"]
@@ -47,7 +47,7 @@ class TextPart(Body):
 class MixedInput(Body):
     """An input that is given in parts."""
 
-    content: Annotated[list[TextPart], Field(min_length=1)]
+    content: Annotated[list[InputPart], Field(min_length=1)]
 
 
 class CohereRequest(NamedRequest):
