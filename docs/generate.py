@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
+from pydantic import BaseModel
 
 from paceline.cli.flags import HIDDEN_OPTIONS, SHORT_FLAGS
 from paceline.cli.services import SERVICES

@@ -150,8 +150,12 @@ class TeiApi:
         model = choose_model(self._gateway, body.model, "classify")
         options = PoolOptions(task="classify", activation=False if body.raw_scores else None, truncate=body.side)
         pooled = await pool(model, request, body.text_inputs(), options)
-        labels = [_ranked_labels(model, row) for row in pooled.rows]
-        return json_response(labels[0] if body.is_single else labels)
+
+        def write() -> Response:
+            labels = [_ranked_labels(model, row) for row in pooled.rows]
+            return json_response(labels[0] if body.is_single else labels)
+
+        return await written(request, pooled.rows, write)
 
     async def similarity(self, body: SimilarityRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "embed")
@@ -161,7 +165,7 @@ class TeiApi:
         prompt = prompt_named(model, body.parameters.prompt_name, "parameters.prompt_name")
         pooled = await pool(model, request, inputs, PoolOptions(prompt=prompt, truncate=body.parameters.side))
         source, *rest = pooled.rows
-        return json_response([cosine(source, row) for row in rest])
+        return await written(request, rest, lambda: json_response([cosine(source, row) for row in rest]))
 
     async def info(self, model: str | None = None) -> Json:
         return describe(choose_model(self._gateway, model, *POOL_TASKS))
