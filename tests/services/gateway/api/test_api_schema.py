@@ -14,6 +14,7 @@ from paceline.core.config import GatewayConfig
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
 from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_pooling import write_toy_encoder
 
 Json = dict[str, Any]
 
@@ -21,6 +22,7 @@ ALL = {"prompt_logprobs": 1, "return_token_ids": True, "seed": 0, "max_tokens": 
 STREAM = {"return_token_ids": True, "seed": 0, "max_tokens": 3, "stream": True}
 STREAM |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 MESSAGES = [{"role": "user", "content": "hi"}]
+LABELLER = "BertForSequenceClassification"
 
 POSTED: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 2}),
@@ -104,6 +106,45 @@ async def test_answers_are_as_described(start_stack: StartStack) -> None:
         _check(schema, path, "get", await stack.http.get(path))
     for path in (f"/v1/responses/{kept}", f"/v1/responses/{kept}"):
         _check(schema, path, "delete", await stack.http.delete(path))
+
+
+VECTORS: list[tuple[str, Json]] = [
+    ("/v1/embeddings", {"input": "a"}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
+    ("/v1/embeddings", {"input": "a" * 99, "truncate_prompt_tokens": -1}),
+    ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "int8", "uint8", "binary", "ubinary", "base64"]}),
+    ("/v1/embed", {"texts": ["a" * 99]}),
+    ("/pooling", {"input": "a"}),
+    ("/pooling", {"input": "a", "task": "token_embed"}),
+    ("/embed", {"inputs": "a"}),
+    ("/embed_all", {"inputs": "a"}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    ("/score", {"text_1": "q", "text_2": ["a"]}),
+    ("/rerank", {"query": "q", "documents": ["a", "b"], "top_n": 1}),
+    ("/rerank", {"query": "q", "texts": ["a", "b"], "return_text": True}),
+    ("/classify", {"input": "a"}),
+    ("/embed", {"inputs": "a" * 99}),
+    ("/rerank", {"query": "q", "texts": ["a" * 99]}),
+]
+LABELS: list[tuple[str, Json]] = [
+    ("/classify", {"input": "a"}),
+    ("/predict", {"inputs": "a"}),
+    ("/predict", {"inputs": [["a"], ["a", "b"]]}),
+    ("/embed", {"inputs": "a"}),
+]
+
+
+async def test_answers_with_vectors_and_labels_are_as_described(start_stack: StartStack, tmp_path: Path) -> None:
+    for architecture, labels, asked, refused in (("BertModel", 0, VECTORS, 3), (LABELLER, 2, LABELS, 1)):
+        model = write_toy_encoder(tmp_path / architecture, architecture, labels)
+        stack = await start_stack(prefill=0, decode=0, pool=1, model=str(model))
+        schema = _strict((await stack.http.get("/openapi.json")).json())
+        for index, (path, body) in enumerate(asked):
+            response = await stack.http.post(path, json=body)
+            assert response.is_success == (index < len(asked) - refused), response.text
+            _check(schema, path, "post", response)
+        for path in ("/v1/models", "/info"):
+            _check(schema, path, "get", await stack.http.get(path))
 
 
 async def test_a_fleet_that_cannot_serve_answers_as_described(start_stack: StartStack) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from paceline.services.common.wire import context_from_pb
 from paceline.services.gateway.http.access import book
-from paceline.services.gateway.http.middleware import ID_PREFIXES
 from tests.services.gateway.computed_routes import bodies
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -92,12 +91,12 @@ async def test_the_blocks_of_a_key_are_its_own_on_every_route(scoring: Stack) ->
         return found
 
     names = ("alice", "bob", "root", "carol", "dave")
-    found = {(await salt(name, path), name) for path in ID_PREFIXES for name in names}
+    found = {(await salt(name, path), name) for path in bodies("") for name in names}
     assert len(found) == len(names), "a key has one salt on all routes"
     alice, _, _, carol, dave = (next(own for own, name in found if name == wanted) for wanted in names)
     assert carol == dave
     assert len({own for own, _ in found} - {""}) == 4
-    for path in ID_PREFIXES:
+    for path in bodies(""):
         if "scor" not in path and "rerank" not in path:
             # No client can choose the salt of another one.
             chosen = [await salt(name, path, cache_salt=alice) for name in ("alice", "bob", "carol", "dave")]
