@@ -50,7 +50,7 @@ _MOST_BYTES = 1 << 20
 _STREAM_SECONDS = 600
 """Time after a member has left until the stream expires, in seconds, so that an ended cluster leaves nothing."""
 
-Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
+Role = Literal["gateway", "prefill", "decode", "encode", "pool", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
 """Roles between which a running worker can change."""
@@ -95,7 +95,7 @@ class Member:
     traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
     """Totals of requests by class for the planner; set by gateways only."""
     work: WorkReport = dataclasses.field(default_factory=WorkReport)
-    """Steps and requests of a worker for the planner; set by prefill, decode and encode workers only."""
+    """Steps and requests of a worker for the planner; set by prefill, decode, encode and pool workers only."""
     plan: PlanReport = dataclasses.field(default_factory=PlanReport)
     """The planner's newest decisions; set by planners only."""
     numerics: Numerics | None = None

@@ -24,11 +24,11 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
-from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions
 
 _AUTO_MOST = 2 * GIB
 _WATCH_SECONDS = 0.5
