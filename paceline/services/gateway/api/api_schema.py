@@ -66,8 +66,10 @@ def errors_of(*bodies: type[AnswerBody]) -> Responses:
 ERRORS = errors_of(ErrorBody)
 """FastAPI's `responses` for the errors that every route may give."""
 
-TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-"""FastAPI's `responses` for a route that succeeds with plain text."""
+
+def text_of(media_type: str = "text/plain") -> Responses:
+    """Return FastAPI's `responses` for a route that succeeds with a text of a media type."""
+    return {200: {"description": "Success", "content": {media_type: {"schema": {"type": "string"}}}}}
 
 
 def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses:

@@ -302,3 +302,11 @@ async def test_no_key_is_ever_shown(start_stack: StartStack, keys: Path, caplog:
     assert {answer.status_code for answer in told} >= {200, 400, 401, 403, 404}
     seen = caplog.text + "".join(f"{answer.headers} {answer.text}" for answer in told)
     assert not [secret for secret in (*SECRETS, "given-to-alice", "given-to-root") if secret in seen]
+
+
+async def test_reads_are_limited_apart_from_other_requests(stack: Stack) -> None:
+    eve = {"Authorization": "Bearer key-of-eve"}
+    answers = [await stack.http.get("/v1/files?limit=1", headers=eve) for _ in range(2 * 10 + 1)]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert (await stack.http.delete("/v1/files/none", headers=eve)).status_code == 429
+    assert (await stack.http.post("/tokenize", json={"prompt": "x"}, headers=eve)).status_code == 200
