@@ -21,9 +21,9 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.pool_wire import wish_to_pb
 from paceline.services.common.rpc import open_channel
-from paceline.services.pool import steps
 from paceline.services.pool.main import add_pool, make_worker, resolve
 from paceline.services.pool.worker import PoolWorker
+from paceline.services.worker import pool_messages
 from paceline.services.worker.worker_process import WorkerProcess
 from tests.services.pool.tiny_bert import SIZE, WORDS, expected_embedding, token_ids, write_tiny_bert
 
@@ -183,10 +183,10 @@ async def test_a_draining_worker_finishes_its_calls_and_takes_no_new_ones(
 
 
 def test_results_that_are_too_large_for_one_message_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "MESSAGE_BYTES", 3 * 16)
+    monkeypatch.setattr(pool_messages, "MESSAGE_BYTES", 3 * 16)
     results = [PoolResult(torch.full((2, 2), float(index))) for index in range(5)]
     results[2] = PoolResult(None, "not finite")
-    messages: list[worker_pb2.Pooled] = list(steps.to_messages(7, results))
+    messages: list[worker_pb2.Pooled] = list(pool_messages.to_messages(7, results))
     assert [(each.first, list(each.rows)) for each in messages] == [(7, [2, 2, 0, 2]), (11, [2])]
     assert b"".join(each.data for each in messages) == b"".join(
         each.values.numpy().tobytes() for each in results if each.values is not None
