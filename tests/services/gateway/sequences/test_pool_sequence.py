@@ -51,9 +51,9 @@ def rows(*inputs: int) -> PooledRows:
 def test_a_later_attempt_has_the_inputs_without_a_result() -> None:
     sequence, trace = bundle(), AttemptTrace()
     assert tokens(sequence.work("model")) == [5, 6, 7, 8, 9]
-    assert sequence.step(trace).prompt_tokens == 0
+    assert sequence.step(trace).prompt == 0
     assert sequence.note(rows(1, 3), trace) == rows(1, 3)
-    assert sequence.step(trace).prompt_tokens == 2
+    assert sequence.step(trace).prompt == 2
     assert sequence.end() is None
     assert tokens(sequence.work("model")) == [5, 7, 9]
     assert sequence.note(rows(1, 2), trace) == rows(2, 4)
