@@ -17,14 +17,18 @@ HALF, UNROUNDED = 256, 512
 TABLE, WHOLE_NUMBERS, HALVES, FLOATS = 1024, 2048, 4096, 8192
 POWER_SCALES, FLOAT_SCALES = 16384, 32768
 FIVE_BITS, SIX_BITS, BYTE_SCALES, SIX_BIT_SCALES = 65536, 131072, 262144, 524288
+TWO_BITS, THREE_BITS, FOUR_BIT_SCALES = 1 << 22, 1 << 23, 1 << 24
 _SPAN_SHIFT = 20
 """The exponent of 2 of the number of blocks in a tile is in two bits from this one on."""
 _ALL = (
     (EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED)
     | (TABLE | WHOLE_NUMBERS | HALVES | FLOATS | POWER_SCALES | FLOAT_SCALES)
     | (FIVE_BITS | SIX_BITS | BYTE_SCALES | SIX_BIT_SCALES)
+    | (TWO_BITS | THREE_BITS | FOUR_BIT_SCALES)
     | 3 << _SPAN_SHIFT
 )
+_BITS = {2: TWO_BITS, 3: THREE_BITS, 4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}
+"""The part of a format that tells the bits of a code."""
 _HEAD_BYTES = 192
 """Bytes of `Head` of src/layout.h."""
 
@@ -38,7 +42,7 @@ def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
         BLOCKS
         + ROWS * rows
         + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
-        + {4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}[matrix.bits]
+        + _BITS[matrix.bits]
         + FLOATS * (matrix.values.dtype == torch.float8_e4m3fn)
         + (0 if matrix.table is None else _table_format(matrix.table))
         + _scales_format(matrix, rows)
@@ -57,7 +61,9 @@ def _has_outer(matrix: QuantizedMatrix, rows: bool) -> bool:
 
 def _scales_format(matrix: QuantizedMatrix, rows: bool) -> int:
     if _has_outer(matrix, rows):
-        return BYTE_SCALES if matrix.offsets is None else SIX_BIT_SCALES
+        if matrix.offsets is None:
+            return BYTE_SCALES
+        return SIX_BIT_SCALES if matrix.group >= BLOCK else FOUR_BIT_SCALES
     return WIDE_SCALES if matrix.outer is not None else _SCALES_OF[matrix.scales.dtype]
 
 
@@ -98,20 +104,22 @@ def tiles_bytes(tile_format: int, size_out: int, size_in: int) -> int:
     span = _span(tile_format)
     groups, tiles = -(-size_out // LANES), -(-size_in // (BLOCK * span))
     code_bytes = BLOCK // 8 * _bits(tile_format)
-    scales = (2 if tile_format & TWO_SCALES else 1) + (1 if tile_format & OFFSETS else 0)
+    scales = 2 if tile_format & TWO_SCALES else 1
     narrow = tile_format & (POWER_SCALES | FLOAT_SCALES)
     of_scale = 1 if narrow else 4 if tile_format & WIDE_SCALES else 2
-    of_scales = scales * of_scale
+    of_scales = scales * of_scale * (2 if tile_format & OFFSETS else 1)
     if tile_format & BYTE_SCALES:
         of_scales = scales * span + 2
     elif tile_format & SIX_BIT_SCALES:
         of_scales = 3 * span // 2 + 4
+    elif tile_format & FOUR_BIT_SCALES:
+        of_scales = scales * span + 4
     return _head_bytes(tile_format) + groups * LANES * tiles * (span * code_bytes + of_scales)
 
 
 def _bits(tile_format: int) -> int:
     """Return the bits of a code."""
-    return next((bits for kind, bits in ((EIGHT_BITS, 8), (SIX_BITS, 6), (FIVE_BITS, 5)) if tile_format & kind), 4)
+    return next((bits for bits, kind in _BITS.items() if tile_format & kind), 4)
 
 
 def _span(tile_format: int) -> int:
@@ -130,7 +138,7 @@ def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
     done = _head_bytes(tile_format)
     if done:
         to[:done] = _head(matrix, tile_format)
-    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES):
+    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES | FOUR_BIT_SCALES):
         matrix = matrix.flattened()
     for first in range(0, matrix.shape[0], _ROWS):
         tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
@@ -158,10 +166,13 @@ def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     else:
         has_bias = matrix.offsets is None and matrix.table is None
         unsigned = (values + (1 << matrix.bits - 1) * has_bias).to(torch.uint8)
-        pack = _nibble_rows if tile_format & ROWS else _wide_nibbles if tile_format & WIDE_WORDS else _nibbles
-        codes = pack(unsigned & 15)
-        if matrix.bits > 4:
-            codes = torch.cat((codes, _more_bits(unsigned >> 4, matrix.bits - 4)), dim=2)
+        if tile_format & (ROWS | WIDE_WORDS):
+            codes = (_nibble_rows if tile_format & ROWS else _wide_nibbles)(unsigned)
+        else:
+            low = 4 if matrix.bits >= 4 else 2
+            codes = _plane(unsigned & (1 << low) - 1, low)
+            if matrix.bits > low:
+                codes = torch.cat((codes, _plane(unsigned >> low, matrix.bits - low)), dim=2)
     count = codes.shape[1] // span
     codes = codes.view(len(codes), count, -1)
     tiles = torch.cat((codes, *_scale_parts(matrix, tile_format, count)), dim=2)
@@ -177,39 +188,34 @@ def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[
         scales, offsets = matrix.scales.view(torch.uint8), matrix.offsets.view(torch.uint8)
         high = scales >> 4 | offsets >> 4 << 2
         numbers = [scales & 15 | (offsets & 15) << 4, high[:, ::2] | high[:, 1::2] << 4]
+    elif tile_format & FOUR_BIT_SCALES:
+        assert matrix.offsets is not None
+        numbers = [(matrix.scales | matrix.offsets << 4).view(torch.uint8)]
     else:
         numbers = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
     outer = [each for each in (matrix.outer, matrix.outer_offsets) if each is not None]
     return [_by_tile(each, count) for each in (*numbers, *outer)]
 
 
-def _more_bits(high: Tensor, bits: int) -> Tensor:
-    """Pack the bits above nibbles, uint8 [out, in], into bytes [out / 16, in / 32, 64 * bits]."""
-    count = 16 // bits  # of a word of 16 bits
-    parts = high.view(-1, LANES, high.shape[1] // BLOCK, bits, count, 2).to(torch.int32)
-    words = sum(parts[..., place, :] << place * bits for place in range(count))
-    assert isinstance(words, Tensor)
-    # A word as two bytes, the lower one first: [tiles, blocks, words, outputs, 2 of a pair, 2 bytes]
-    both = torch.stack((words & 255, words >> 8), -1).to(torch.uint8).permute(0, 2, 3, 1, 4, 5)
-    return both.reshape(len(both), both.shape[1], -1)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes, uint8 [out, in], into bytes [out / 16, in / 32, 256]."""
-    parts = codes.view(-1, LANES, codes.shape[1] // BLOCK, 4, 2, 2, 2)
-    both = parts[..., 0, :] | parts[..., 1, :] << 4  # [tiles, outputs, blocks, 4 words, 2 bytes of a word, 2 of a pair]
-    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
+def _plane(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes of 1, 2 or 4 bits, uint8 [out, in], into bytes [out / 16, in / 32, 64 * bits]."""
+    # [tiles, outputs, blocks, words, 2 bytes of a word, codes of a byte, 2 of a pair]
+    parts = codes.view(-1, LANES, codes.shape[1] // BLOCK, bits, 2, 8 // bits, 2)
+    both = parts[..., 0, :]
+    for place in range(1, 8 // bits):
+        both = both | parts[..., place, :] << place * bits
+    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 8 * bits)
 
 
 def _wide_nibbles(codes: Tensor) -> Tensor:
-    """Pack as `_nibbles`, but in the order of the format `WIDE_WORDS`."""
+    """Pack as `_plane`, but in the order of the format `WIDE_WORDS`."""
     parts = codes.view(-1, 2, 8, codes.shape[1] // BLOCK, 4, 4, 2)
     both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
     return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
 
 
 def _nibble_rows(codes: Tensor) -> Tensor:
-    """Pack as `_nibbles`, but in the order of the format `ROWS`."""
+    """Pack as `_plane`, but in the order of the format `ROWS`."""
     parts = codes.view(-1, 4, 2, 2, codes.shape[1] // BLOCK, BLOCK)
     both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4  # [tiles, 4 words, 2 bytes of a word, blocks, 32 values]
     return both.permute(0, 3, 1, 4, 2).reshape(len(both), -1, LANES * BLOCK // 2)

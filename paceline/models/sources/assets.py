@@ -42,7 +42,7 @@ BUNDLED: Mapping[str, BundledModel] = {
 
 _CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
 
-_CONVERSION = 5
+_CONVERSION = 6
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")

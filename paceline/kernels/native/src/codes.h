@@ -32,34 +32,32 @@ PACELINE_INLINE f32x16 look_up(const u32x16& places, const float* table) {
 
 // The codes of one block for eight values along `in`, in registers. weight(i): the weights of sixteen outputs for one
 // value, before they are rounded.
-#ifndef PACELINE_AMX
-struct Nibbles {
+// `Width` bits of each code of a block: 16-bit words [in * Width / 32][out][in % 2], lowest first.
+template <int Width>
+struct Plane {
     u32x16 words;
-    float zero;
 
-    Nibbles(const uint8_t* codes, int64_t eight, const TileLayout& layout)
-        : words(read<u32x16>(codes + eight * 64)), zero(layout.offsets ? 0.0f : 8.0f) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
-        const u32x16 code = words >> (i % 2 * 16 + i / 2 * 4) & 15;
-        return fma(convert<f32x16>(bits<i32x16>(code)) - zero, scale, offset);
-    }
+    Plane(const uint8_t* codes, int64_t eight)
+        : words(read<u32x16>(codes + eight * Width / 4 * 64) >> static_cast<uint32_t>(eight * Width * 4 % 16)) {}
+    u32x16 at(int i) const { return words >> (i % 2 * 16 + i / 2 * Width) & ((1u << Width) - 1); }
 };
-#endif
-// Nibbles with one or two more bits.
-template <int kMore>
-struct MoreBits {
-    u32x16 words, more;
+template <>
+struct Plane<0> {
+    Plane(const uint8_t*, int64_t) {}
+    u32x16 at(int) const { return u32x16{}; }
+};
+// Codes of 2 to 6 bits: two or four of their bits, then the others.
+template <int Bits>
+struct BitPlanes {
+    static constexpr int kLow = Bits < 4 ? 2 : 4;
+    Plane<kLow> low;
+    Plane<Bits - kLow> high;
     float zero;
 
-    MoreBits(const uint8_t* codes, int64_t eight, const TileLayout& layout)
-        : words(read<u32x16>(codes + eight * 64)),
-          more(read<u32x16>(codes + 256 + (kMore == 2 ? eight / 2 * 64 : 0)) >>
-               static_cast<uint32_t>(kMore == 2 ? eight % 2 * 8 : eight * 4)),
-          zero(layout.zero()) {}
+    BitPlanes(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : low(codes, eight), high(codes + kLow * 64, eight), zero(layout.zero()) {}
     f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
-        const u32x16 low = words >> (i % 2 * 16 + i / 2 * 4) & 15;
-        const u32x16 high = more >> (i % 2 * 16 + i / 2 * kMore) & uint32_t{kMore == 2 ? 3 : 1};
-        return fma(convert<f32x16>(bits<i32x16>(low | high << 4)) - zero, scale, offset);
+        return fma(convert<f32x16>(bits<i32x16>(low.at(i) | high.at(i) << kLow)) - zero, scale, offset);
     }
 };
 // Bytes of sixteen outputs, [in / 2][out][in % 2].

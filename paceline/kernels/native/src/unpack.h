@@ -196,13 +196,15 @@ static inline void unpack_one(const TileLayout::Block& block, const TileLayout& 
     if (unpack_nibble_rows(block.tile, layout, to)) return;
     if (layout.table) return unpack_block<TablePlaces, kRounding>(block, layout, to);
     if (layout.floats) return unpack_block<Float8s, kRounding>(block, layout, to);
-    if (layout.bits == 5) return unpack_block<MoreBits<1>, kRounding>(block, layout, to);
-    if (layout.bits == 6) return unpack_block<MoreBits<2>, kRounding>(block, layout, to);
+    if (layout.bits == 2) return unpack_block<BitPlanes<2>, kRounding>(block, layout, to);
+    if (layout.bits == 3) return unpack_block<BitPlanes<3>, kRounding>(block, layout, to);
+    if (layout.bits == 5) return unpack_block<BitPlanes<5>, kRounding>(block, layout, to);
+    if (layout.bits == 6) return unpack_block<BitPlanes<6>, kRounding>(block, layout, to);
 #ifdef PACELINE_AMX
     if (layout.bits == 4) unpack_by_pairs<Nibbles, kRounding>(block, layout, to);
     else unpack_by_pairs<Bytes, kRounding>(block, layout, to);
 #else
-    if (layout.bits == 4) unpack_block<Nibbles, kRounding>(block, layout, to);
+    if (layout.bits == 4) unpack_block<BitPlanes<4>, kRounding>(block, layout, to);
     else unpack_block<Bytes, kRounding>(block, layout, to);
 #endif
 }
