@@ -40,7 +40,7 @@ BUNDLED: Mapping[str, BundledModel] = {
 }
 """Models that Python packages contain, by name, so that a first try needs no download from elsewhere."""
 
-_CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
+_CONVERTER_MODULES = ("gguf", "tokenizers")
 
 _CONVERSION = 6
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
