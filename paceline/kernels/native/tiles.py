@@ -31,41 +31,33 @@ _HEAD_BYTES = 192
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
-    is_plain = matrix.table is None and matrix.values.dtype == torch.int8
-    one_scale, is_narrow = matrix.group >= BLOCK, matrix.bits == 4 and is_plain
-    rows = instruction_set == "amx" and matrix.dtype == torch.bfloat16 and is_narrow and one_scale
+    is_narrow = matrix.bits == 4 and instruction_set == "amx"
+    rows = is_narrow and matrix.dtype == torch.bfloat16
     return (
         BLOCKS
         + ROWS * rows
-        + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
+        + WIDE_WORDS * (is_narrow and not rows and matrix.table is None)
         + {4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}[matrix.bits]
         + FLOATS * (matrix.values.dtype == torch.float8_e4m3fn)
         + (0 if matrix.table is None else _table_format(matrix.table))
-        + _scales_format(matrix, rows)
+        + _scales_format(matrix)
         + OFFSETS * (matrix.offsets is not None)
-        + TWO_SCALES * (not one_scale)
+        + TWO_SCALES * (matrix.group < BLOCK)
         + HALF * (matrix.rounding == torch.float16)
         + UNROUNDED * (matrix.rounding == torch.float32)
-        + (_span_exponent(matrix, rows) << _SPAN_SHIFT)
+        + (_span_exponent(matrix) << _SPAN_SHIFT)
     )
 
 
-def _has_outer(matrix: QuantizedMatrix, rows: bool) -> bool:
-    """Return whether tiles keep the outer numbers of scales. The kernels for nibbles in `ROWS` do not read them."""
-    return matrix.outer is not None and not rows
+def _scales_format(matrix: QuantizedMatrix) -> int:
+    if matrix.outer is None:
+        return _SCALES_OF[matrix.scales.dtype]
+    return BYTE_SCALES if matrix.offsets is None else SIX_BIT_SCALES
 
 
-def _scales_format(matrix: QuantizedMatrix, rows: bool) -> int:
-    if _has_outer(matrix, rows):
-        return BYTE_SCALES if matrix.offsets is None else SIX_BIT_SCALES
-    return WIDE_SCALES if matrix.outer is not None else _SCALES_OF[matrix.scales.dtype]
-
-
-def _span_exponent(matrix: QuantizedMatrix, rows: bool) -> int:
+def _span_exponent(matrix: QuantizedMatrix) -> int:
     """Return the exponent of 2 of the number of blocks of a tile."""
-    if _has_outer(matrix, rows):
-        return 3
-    return max(matrix.group // BLOCK, 1).bit_length() - 1
+    return 3 if matrix.outer is not None else max(matrix.group // BLOCK, 1).bit_length() - 1
 
 
 _SCALES_OF = {
@@ -130,8 +122,6 @@ def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
     done = _head_bytes(tile_format)
     if done:
         to[:done] = _head(matrix, tile_format)
-    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES):
-        matrix = matrix.flattened()
     for first in range(0, matrix.shape[0], _ROWS):
         tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
         to[done : done + len(tiles)] = tiles
