@@ -91,12 +91,6 @@ class QuantizedMatrix:
         """Return the offsets as numbers, fp32; None if there are none."""
         return None if self.offsets is None else _times(self.offsets, self.outer_offsets)
 
-    def flattened(self) -> QuantizedMatrix:
-        """Return the same matrix without `outer` numbers."""
-        if self.outer is None:
-            return self
-        return replace(self, scales=self.whole_scales(), offsets=self.whole_offsets(), outer=None, outer_offsets=None)
-
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
         size_out, size_in = self.shape
@@ -106,6 +100,20 @@ class QuantizedMatrix:
         if (offsets := self.whole_offsets()) is not None:
             weights += offsets.unsqueeze(2)[:, : values.shape[1]]
         return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A quantized matrix whose rows are decoded a few at a time, because the whole one would take a byte for each value."""
+
+    shape: tuple[int, int]
+    """[out, in]"""
+    dtype: torch.dtype
+    decode: Callable[[slice], QuantizedMatrix]
+    """Function from a range of outputs to their matrix."""
+
+    def __getitem__(self, outputs: slice) -> QuantizedMatrix:
+        return self.decode(outputs)
 
 
 def _times(numbers: Tensor, outer: Tensor | None) -> Tensor:

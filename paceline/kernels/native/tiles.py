@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.quantized import BLOCK, QuantizedMatrix
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix, QuantizedRows
 
 LANES = 16
 """Number of outputs (rows of the matrix) in one tile."""
-_ROWS = 1024 * LANES
-"""Number of outputs that are packed at a time. The matrix of a vocabulary has too many outputs to be packed at once."""
+_AT_A_TIME = 1 << 19
+"""Number of weights that are packed at a time, so that what is between stays in the processor's cache."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
 HALF, UNROUNDED = 256, 512
 TABLE, WHOLE_NUMBERS, HALVES, FLOATS = 1024, 2048, 4096, 8192
@@ -35,43 +35,35 @@ _HEAD_BYTES = 192
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
-    is_plain = matrix.table is None and matrix.values.dtype == torch.int8
-    one_scale, is_narrow = matrix.group >= BLOCK, matrix.bits == 4 and is_plain
-    rows = instruction_set == "amx" and matrix.dtype == torch.bfloat16 and is_narrow and one_scale
+    is_narrow = matrix.bits == 4 and instruction_set == "amx"
+    rows = is_narrow and matrix.dtype == torch.bfloat16
     return (
         BLOCKS
         + ROWS * rows
-        + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
+        + WIDE_WORDS * (is_narrow and not rows and matrix.table is None)
         + _BITS[matrix.bits]
         + FLOATS * (matrix.values.dtype == torch.float8_e4m3fn)
         + (0 if matrix.table is None else _table_format(matrix.table))
-        + _scales_format(matrix, rows)
+        + _scales_format(matrix)
         + OFFSETS * (matrix.offsets is not None)
-        + TWO_SCALES * (not one_scale)
+        + TWO_SCALES * (matrix.group < BLOCK)
         + HALF * (matrix.rounding == torch.float16)
         + UNROUNDED * (matrix.rounding == torch.float32)
-        + (_span_exponent(matrix, rows) << _SPAN_SHIFT)
+        + (_span_exponent(matrix) << _SPAN_SHIFT)
     )
 
 
-def _has_outer(matrix: QuantizedMatrix, rows: bool) -> bool:
-    """Return whether tiles keep the outer numbers of scales. The kernels for nibbles in `ROWS` do not read them."""
-    return matrix.outer is not None and not rows
+def _scales_format(matrix: QuantizedMatrix) -> int:
+    if matrix.outer is None:
+        return _SCALES_OF[matrix.scales.dtype]
+    if matrix.offsets is None:
+        return BYTE_SCALES
+    return SIX_BIT_SCALES if matrix.group >= BLOCK else FOUR_BIT_SCALES
 
 
-def _scales_format(matrix: QuantizedMatrix, rows: bool) -> int:
-    if _has_outer(matrix, rows):
-        if matrix.offsets is None:
-            return BYTE_SCALES
-        return SIX_BIT_SCALES if matrix.group >= BLOCK else FOUR_BIT_SCALES
-    return WIDE_SCALES if matrix.outer is not None else _SCALES_OF[matrix.scales.dtype]
-
-
-def _span_exponent(matrix: QuantizedMatrix, rows: bool) -> int:
+def _span_exponent(matrix: QuantizedMatrix) -> int:
     """Return the exponent of 2 of the number of blocks of a tile."""
-    if _has_outer(matrix, rows):
-        return 3
-    return max(matrix.group // BLOCK, 1).bit_length() - 1
+    return 3 if matrix.outer is not None else max(matrix.group // BLOCK, 1).bit_length() - 1
 
 
 _SCALES_OF = {
@@ -131,19 +123,20 @@ def _head_bytes(tile_format: int) -> int:
     return _HEAD_BYTES if tile_format & (TABLE | FLOAT_SCALES) else 0
 
 
-def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
+def pack_tiles(matrix: QuantizedMatrix | QuantizedRows, tile_format: int, to: Tensor) -> None:
     """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each, or the blocks of one
     scale.
     """
+    size_out, size_in = matrix.shape
     done = _head_bytes(tile_format)
-    if done:
-        to[:done] = _head(matrix, tile_format)
-    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES | FOUR_BIT_SCALES):
-        matrix = matrix.flattened()
-    for first in range(0, matrix.shape[0], _ROWS):
-        tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
-        to[done : done + len(tiles)] = tiles
-        done += len(tiles)
+    rows = max(2 * LANES, _AT_A_TIME // size_in // (2 * LANES) * (2 * LANES))
+    for first in range(0, size_out, rows):
+        part = matrix[first : first + rows]
+        if done and not first:
+            to[:done] = _head(part, tile_format)
+        size = tiles_bytes(tile_format, *part.shape) - _head_bytes(tile_format)
+        _pack_rows(part, tile_format, to[done : done + size])
+        done += size
 
 
 def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
@@ -156,29 +149,38 @@ def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     return F.pad(head, (0, _HEAD_BYTES - len(head)))
 
 
-def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
-    size_out, size_in = matrix.shape
-    span = _span(tile_format)
-    padding = (0, -size_in % (BLOCK * span), 0, -size_out % LANES)
-    values = F.pad(matrix.values.view(torch.int8), padding)
-    if matrix.bits == 8:
-        codes = _bytes(values)
-    else:
-        has_bias = matrix.offsets is None and matrix.table is None
-        unsigned = (values + (1 << matrix.bits - 1) * has_bias).to(torch.uint8)
-        if tile_format & (ROWS | WIDE_WORDS):
-            codes = (_nibble_rows if tile_format & ROWS else _wide_nibbles)(unsigned)
-        else:
-            low = 4 if matrix.bits >= 4 else 2
-            codes = _plane(unsigned & (1 << low) - 1, low)
-            if matrix.bits > low:
-                codes = torch.cat((codes, _plane(unsigned >> low, matrix.bits - low)), dim=2)
-    count = codes.shape[1] // span
-    codes = codes.view(len(codes), count, -1)
-    tiles = torch.cat((codes, *_scale_parts(matrix, tile_format, count)), dim=2)
+def _pack_rows(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
+    """Write the tiles of some rows, whose number is even in sixteens unless they are the last ones."""
+    codes = _pack_codes(matrix, tile_format)
+    count = codes.shape[1] // _span(tile_format)
+    parts = [codes.view(len(codes), count, -1), *_scale_parts(matrix, tile_format, count)]
+    tiles = to.view(len(codes), count, -1)
     paired = len(tiles) // 2 * 2
-    pairs = tiles[:paired].view(-1, 2, *tiles.shape[1:]).transpose(1, 2)
-    return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
+    pairs, start = tiles[:paired].view(-1, count, 2, tiles.shape[2]).transpose(1, 2), 0
+    for part in parts:
+        end = start + part.shape[2]
+        pairs[..., start:end] = part[:paired].view(-1, 2, *part.shape[1:])
+        tiles[paired:, :, start:end] = part[paired:]
+        start = end
+
+
+def _pack_codes(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
+    """Return the codes of blocks: uint8 [out / 16, in / 32, bytes]."""
+    size_out, size_in = matrix.shape
+    codes = F.pad(matrix.values.view(torch.int8), (0, -size_in % (BLOCK * _span(tile_format)), 0, -size_out % LANES))
+    if matrix.bits < 8 and matrix.offsets is None and matrix.table is None:
+        codes = codes + (1 << matrix.bits - 1)
+    if tile_format & (ROWS | WIDE_WORDS):
+        return (_nibble_rows if tile_format & ROWS else _wide_nibbles)(codes.view(torch.uint8))
+    pairs = codes.view(torch.int16).view(-1, LANES, codes.shape[1] // 2).transpose(1, 2).contiguous()
+    if matrix.bits == 8:
+        return pairs.view(torch.uint8).view(len(pairs), -1, LANES * BLOCK)
+    low = 4 if matrix.bits >= 4 else 2
+    planes = [_plane(pairs & 0x101 * ((1 << low) - 1), low)]
+    if matrix.bits > low:
+        more = matrix.bits - low
+        planes.append(_plane(pairs >> low & 0x101 * ((1 << more) - 1), more))
+    return torch.cat(planes, dim=2)
 
 
 def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[Tensor]:
@@ -197,14 +199,21 @@ def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[
     return [_by_tile(each, count) for each in (*numbers, *outer)]
 
 
-def _plane(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 1, 2 or 4 bits, uint8 [out, in], into bytes [out / 16, in / 32, 64 * bits]."""
-    # [tiles, outputs, blocks, words, 2 bytes of a word, codes of a byte, 2 of a pair]
-    parts = codes.view(-1, LANES, codes.shape[1] // BLOCK, bits, 2, 8 // bits, 2)
-    both = parts[..., 0, :]
+def _plane(pairs: Tensor, bits: int) -> Tensor:
+    """Pack codes of 1, 2 or 4 bits into bytes [out / 16, in / 32, 64 * bits].
+
+    Args:
+        pairs: int16 [out / 16, in / 2, 16], each two codes of a byte.
+    """
+    # [tiles, words, 2 bytes of a word, codes of a byte, outputs]
+    parts = pairs.view(len(pairs), -1, 2, 8 // bits, LANES)
+    both = parts[:, :, :, 0]
     for place in range(1, 8 // bits):
-        both = both | parts[..., place, :] << place * bits
-    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 8 * bits)
+        both = both | parts[:, :, :, place] << place * bits
+    # From the first bytes of two words, and their second bytes, to the two words.
+    first, second = both[:, :, 0].int(), both[:, :, 1].int()
+    words = first & 0xFF | (second & 0xFF) << 8 | (first & 0xFF00) << 8 | (second & 0xFF00) << 16
+    return words.view(torch.uint8).view(len(words), -1, LANES * BLOCK // 8 * bits)
 
 
 def _wide_nibbles(codes: Tensor) -> Tensor:
@@ -216,15 +225,10 @@ def _wide_nibbles(codes: Tensor) -> Tensor:
 
 def _nibble_rows(codes: Tensor) -> Tensor:
     """Pack as `_plane`, but in the order of the format `ROWS`."""
-    parts = codes.view(-1, 4, 2, 2, codes.shape[1] // BLOCK, BLOCK)
-    both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4  # [tiles, 4 words, 2 bytes of a word, blocks, 32 values]
-    return both.permute(0, 3, 1, 4, 2).reshape(len(both), -1, LANES * BLOCK // 2)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """Pack int8 [out, in] into bytes [out / 16, in / 32, 512]."""
-    parts = values.view(torch.uint8).view(-1, LANES, values.shape[1] // BLOCK, BLOCK // 2, 2)
-    return parts.permute(0, 2, 3, 1, 4).reshape(len(parts), -1, LANES * BLOCK)
+    parts = codes.view(-1, 4, 4, codes.shape[1])  # [tiles, 4 words, 4 outputs of a word, in]
+    low, high = ((parts[:, :, place] | parts[:, :, place + 1] << 4).short() for place in (0, 2))
+    words = (low | high << 8).view(-1, 4, codes.shape[1] // BLOCK, BLOCK).transpose(1, 2)
+    return words.contiguous().view(torch.uint8).view(len(words), -1, LANES * BLOCK // 2)
 
 
 def _by_tile(scales: Tensor, tiles: int) -> Tensor:

@@ -6,7 +6,7 @@ Layouts: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -175,10 +175,10 @@ class BlockMatrix:
         block = BLOCK_TYPES[self.type_name]
         return len(self.raw), self.raw.shape[1] // block.bytes * block.elements
 
-    def decode(self) -> QuantizedMatrix:
-        """Return the same matrix as whole numbers with scales, without loss."""
-        block = BLOCK_TYPES[self.type_name]
-        found = block.decode(self.raw.view(len(self.raw), -1, block.bytes))
+    def decode(self, outputs: slice = slice(None)) -> QuantizedMatrix:
+        """Return the matrix of these outputs as whole numbers with scales, without loss."""
+        block, raw = BLOCK_TYPES[self.type_name], self.raw[outputs]
+        found = block.decode(raw.view(len(raw), -1, block.bytes))
         values, scales, offsets, outer, outer_offsets = (
             None if part is None else part.flatten(1)
             for part in (found.values, found.scales, found.offsets, found.outer, found.outer_offsets)
@@ -203,5 +203,5 @@ class BlockMatrix:
         count = max(1, _PIECE // size_in)
         for first in range(0, size_out, count):
             rows = slice(first, first + count)
-            numbers[rows] = replace(self, raw=self.raw[rows]).decode().dequantize()
+            numbers[rows] = self.decode(rows).dequantize()
         return numbers

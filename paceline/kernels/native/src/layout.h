@@ -94,6 +94,13 @@ PACELINE_INLINE f32x16 widen_fp16(u16x16 half) {
 }
 
 // Converts unsigned bytes.
+PACELINE_INLINE u16x16 widen_to_words(const uint8_t* from) {
+#if defined(PACELINE_AVX512) || defined(PACELINE_AVX2)
+    return bits<u16x16>(_mm256_cvtepu8_epi16(read<__m128i>(from)));
+#else
+    return convert<u16x16>(read<Vector<uint8_t, 16>>(from));
+#endif
+}
 PACELINE_INLINE u32x16 widen_bytes(const uint8_t* from) {
 #if defined(PACELINE_AVX512)
     return bits<u32x16>(_mm512_maskz_cvtepu8_epi32(0xffff, read<__m128i>(from)));
@@ -102,14 +109,21 @@ PACELINE_INLINE u32x16 widen_bytes(const uint8_t* from) {
     return {bits<Vector<uint32_t, 8>>(_mm256_cvtepu8_epi32(all)),
             bits<Vector<uint32_t, 8>>(_mm256_cvtepu8_epi32(_mm_srli_si128(all, 8)))};
 #else
-    return convert<u32x16>(convert<u16x16>(read<Vector<uint8_t, 16>>(from)));
+    return convert<u32x16>(widen_to_words(from));
 #endif
 }
 
-// Converts floats of 8 bits (E4M3) in the first byte of each word. NaN is not supported.
-PACELINE_INLINE f32x16 widen_float8(const u32x16& words) {
+// Converts floats of 8 bits (E4M3) in the upper byte of each word. NaN is not supported.
+PACELINE_INLINE f32x16 widen_float8(const u16x16& words) {
     // The exponent's bias differs. An exact multiplication corrects it, also for subnormal numbers.
-    return bits<f32x16>(bits<u32x16>(bits<i32x16>(words) >> 4) & 0x87f00000u) * 0x1p120f;
+#if defined(PACELINE_AVX512) || defined(PACELINE_AVX2)
+    // By way of fp16, because an Intel processor takes over a hundred cycles to multiply numbers that are subnormal in fp32.
+    const auto half = bits<Vector<int16_t, 16>>(words) >> static_cast<int16_t>(1);
+    return widen_fp16(bits<u16x16>(half) & static_cast<uint16_t>(0xbf80)) * 0x1p8f;
+#else
+    const u32x16 word = convert<u32x16>(words) << 16;
+    return bits<f32x16>(bits<u32x16>(bits<i32x16>(word) >> 4) & 0x87f00000u) * 0x1p120f;
+#endif
 }
 
 PACELINE_INLINE f32x16 load_scales(const uint8_t* from, const TileLayout& layout) {
@@ -123,7 +137,7 @@ PACELINE_INLINE f32x16 load_scales(const uint8_t* from, const TileLayout& layout
         }
         default: break;
     }
-    const f32x16 scale = widen_float8(widen_bytes(from) << 24) * layout.head->factor;
+    const f32x16 scale = widen_float8(widen_to_words(from) << static_cast<uint16_t>(8)) * layout.head->factor;
     return layout.head->divisor == 1.0f ? scale : scale / layout.head->divisor;
 }
 
