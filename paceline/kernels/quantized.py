@@ -104,7 +104,7 @@ class QuantizedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """A quantized matrix whose rows are decoded a few at a time, because the whole one would take a byte for each value."""
+    """A quantized matrix whose rows are decoded a few at a time. The whole one would take a byte for each value."""
 
     shape: tuple[int, int]
     """[out, in]"""

@@ -1,4 +1,4 @@
-"""The converter of a GGUF file to a Hugging Face folder: `python -m paceline.models.gguf.convert SOURCE TARGET`.
+"""The converter of a GGUF file to a folder: `python -m paceline.models.gguf.convert SOURCE TARGET [MMPROJ]`.
 
 It is a process of its own, so that a parser that crashes on a damaged file ends no other process. It imports neither
 torch nor transformers, which take seconds. If it fails, it exits with 1 and prints the reason to standard output.
@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from gguf import GGUFReader
 
@@ -22,8 +23,15 @@ from paceline.models.config import read_config
 from paceline.models.files.content import read_content
 from paceline.models.gguf.convert_dense import ARCHITECTURES, dense_config, dense_sources
 from paceline.models.gguf.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.gguf.convert_mmproj import (
+    check_mmproj,
+    preprocessing,
+    text_sources,
+    vision_sources,
+    with_vision,
+)
 from paceline.models.gguf.convert_rope import ROPE_FACTORS, scales_rope
-from paceline.models.gguf.convert_weights import write_weights
+from paceline.models.gguf.convert_weights import TensorSource, write_weights
 from paceline.models.gguf.metadata import Metadata, check_parts, check_sizes, check_tokenizer
 from paceline.models.gguf.parts import link_names, part_names
 from paceline.models.gguf.reader import DamagedError, open_gguf
@@ -45,10 +53,13 @@ _BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 _GEMMA4_STOPS = ("<turn|>", "<|tool_response>")
 
 
-def convert_gguf(source: Path, target: Path) -> None:
+def convert_gguf(source: Path, target: Path, mmproj: Path | None = None) -> None:
     """Write config, generation config, tokenizer, chat template, small tensors and a reference to the file to `target`.
 
     If the file is split, `source` is its first part, and the others are beside it.
+
+    Args:
+        mmproj: the GGUF file of an encoder, whose tensors are copied; None if the model reads text alone.
 
     Raises:
         ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
@@ -70,7 +81,7 @@ def convert_gguf(source: Path, target: Path) -> None:
         for file in content.files:
             (target / file.name).unlink(missing_ok=True)
             (target / file.name).symlink_to(file.path)
-        _write_model(readers, metadata, target, {file.name: file.digest for file in content.files})
+        _write_model(readers, metadata, mmproj, target, {file.name: file.digest for file in content.files})
         content.check()
     for path in target.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -78,10 +89,17 @@ def convert_gguf(source: Path, target: Path) -> None:
     read_config(target)
 
 
-def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path, digests: Mapping[str, str]) -> None:
+def _write_model(
+    readers: Sequence[GGUFReader],
+    metadata: Metadata,
+    mmproj: Path | None,
+    target: Path,
+    digests: Mapping[str, str],
+) -> None:
     """Write the config and the weights.
 
     Args:
+        mmproj: the encoder's file, if there is one.
         digests: digest of each part, by the name of the link to it.
     """
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
@@ -92,8 +110,27 @@ def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path
     else:
         config = dense_config(metadata, tensors)
         sources = dense_sources(metadata, config, tensors)
+    if mmproj is not None:
+        tokens = readers[0].fields["tokenizer.ggml.tokens"].contents()
+        config, vision = _read_encoder(mmproj, metadata, config, tokens)
+        sources, tables = text_sources(sources) | vision, vision.keys()
+        (target / "preprocessor_config.json").write_text(json.dumps(preprocessing(config), indent=2))
     (target / "config.json").write_text(json.dumps(config, indent=2))
     write_weights(sources, target, _Shown(), digests, file_of, tables)
+
+
+def _read_encoder(
+    mmproj: Path, text: Metadata, config: Mapping[str, Any], tokens: Sequence[str]
+) -> tuple[Mapping[str, Any], dict[str, TensorSource]]:
+    """Return the config of the whole model, and the encoder's tensors by their names in safetensors."""
+    try:
+        reader = open_gguf(mmproj)
+        metadata = Metadata(reader)
+        check_mmproj(metadata, text)
+        config = with_vision(config, metadata, tokens)
+        return config, vision_sources(metadata, config, {tensor.name: tensor for tensor in reader.tensors})
+    except ModelError as error:
+        raise ModelError(f"{mmproj.name}: {error}") from error
 
 
 def _write_tokenizer(reader: GGUFReader, metadata: Metadata, target: Path) -> None:
@@ -142,7 +179,7 @@ def _problem(metadata: Metadata) -> str:
     architecture = metadata.architecture
     known = (*ARCHITECTURES, _GEMMA4)
     if architecture == "clip":
-        return "it has encoders of images or audio, and no text model"
+        return "it has encoders of images or audio, and no text model; give it as --mmproj beside the model's file"
     if architecture not in known:
         return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
     if architecture == _GEMMA4 and scales_rope(metadata):
@@ -188,9 +225,9 @@ def _stop_token_ids(metadata: Metadata) -> list[int]:
 
 
 def main() -> int:
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    source, target, *mmproj = map(Path, sys.argv[1:])
     try:
-        convert_gguf(source, target)
+        convert_gguf(source, target, *mmproj)
     except ModelError as error:
         print(error)
         return 1
