@@ -52,8 +52,8 @@ def test_packed_blocks_take_the_bytes_of_the_file(name: str, instruction_set: st
     raw = torch.randint(0, 256, (16, 3 * block.bytes), dtype=torch.uint8)
     matrix = BlockMatrix(name, raw, torch.bfloat16).decode()
     packed = kernels.pack(matrix)
-    # Kernels with AMX read nibbles with scales and offsets in fp32. Scales of 6 bits without offsets take a byte each.
-    wide = 8 * 8 - 16 if (name, instruction_set) == ("Q4_K", "amx") else {"IQ4_XS": 2, "Q3_K": 4}.get(name, 0)
+    # Scales of 6 bits without offsets take a byte each.
+    wide = {"IQ4_XS": 2, "Q3_K": 4}.get(name, 0)
     head = 0 if matrix.table is None else 192
     assert packed.data.nbytes == raw.nbytes + 16 * 3 * wide + head
     assert kernels.fits(packed)
