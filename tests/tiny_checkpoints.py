@@ -304,7 +304,7 @@ def write_qwen3_vl(folder: Path, experts: bool = False, **changes: object) -> tr
 
 def write_gemma3_with_vision(folder: Path, **changes: object) -> transformers.PreTrainedModel:
     """Save a tiny random Gemma 3 with an encoder of images to a folder and return the `transformers` model."""
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**_SMALL, **FAMILIES["gemma3"][1], **changes}
     # Squares of 2 x 2 patches become one row of an encoding.
     vision |= {"image_size": 56, "patch_size": 14, "vision_use_head": False}

@@ -127,7 +127,7 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = StatusLines(sys.stderr, is_relayed)
-    how = config.quantization, config.revision, config.model_impl, config.trust_remote_code
+    how = config.quantization, config.revision, config.model_impl, config.trust_remote_code, config.mmproj
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     if link is not None:
         link_folder(folder, link)

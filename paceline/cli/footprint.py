@@ -49,8 +49,10 @@ def footprint(folder: Path, config: ServeConfig) -> str:
         from paceline.models.base import kv_groups
 
         if isinstance(facts, ModelConfig):
-            layout = make_layout(kv_groups(facts)[0], getattr(torch, dtype).itemsize, "")
-            parts.append(f"KV {size_text(int(layout.token_bytes * _TOKENS))} for {_TOKENS:,} tokens")
+            groups, _ = kv_groups(facts, config.kv_coding)
+            layout = make_layout(groups, getattr(torch, dtype).itemsize, "")
+            code = "" if config.kv_cache_dtype == "auto" else f" in {config.kv_cache_dtype}"
+            parts.append(f"KV {size_text(int(layout.token_bytes * _TOKENS))}{code} for {_TOKENS:,} tokens")
         device = torch.device("cpu")
         kernels = select_kernels(device)
         parts.append(f"{kernels.name} kernels with {instruction_set_of(kernels, device).split()[-1]}")

@@ -6,7 +6,7 @@ import fnmatch
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
@@ -115,7 +115,7 @@ def read_online_quantization(quantization: str, text: str) -> OnlineQuantization
             "one of them"
         )
     try:
-        given = json.loads(text)
+        given = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_FLAG} is not valid JSON: {error}") from None
     if not isinstance(given, dict):
@@ -127,6 +127,16 @@ def read_online_quantization(quantization: str, text: str) -> OnlineQuantization
     found = OnlineQuantization(linear, moe, base.embedding, _ignored(given.get("ignore", [])))
     if (found.linear, found.moe, found.embedding) == (None, None, None):
         raise ConfigError(f'{_FLAG} names no format; give one for linear or moe, such as {{"linear": "mxfp8"}}')
+    return found
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ConfigError if it has a key twice, because Python would take the last one."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(f"{_FLAG} has the key {key!r:.80} twice; give it once")
+        found[key] = value
     return found
 
 

@@ -21,7 +21,7 @@ from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.encoding import EncoderKernels
 from paceline.kernels.experts import ExpertKernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 from paceline.kernels.recurrence import RecurrentKernels
 
 
@@ -183,7 +183,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         `forward` must compute with these kernels only (views are allowed), and the same way for any number of tokens.
         """
 
-    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix | QuantizedRows, allocate: Allocate | None = None) -> PackedWeight:
         """Pack a matrix [out, in], or the matrices of all heads [heads, out, in]. Models call this once, when they are
         loaded.
 

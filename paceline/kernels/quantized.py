@@ -29,19 +29,19 @@ class QuantizedMatrix:
     """
 
     values: Tensor
-    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7, and those of 5 and 6
-    bits likewise. With a table, they are places in it, from 0 to 15. Of 8 bits, they may also be floats: float8_e4m3fn,
-    none of them NaN.
+    """int8 [out, in]. Values of 4 bits are from 0 to 15 if there are offsets, else from -8 to 7, and those of 2, 3, 5
+    and 6 bits likewise. With a table, they are places in it, from 0 to 15. Of 8 bits, they may also be floats:
+    float8_e4m3fn, none of them NaN.
     """
     scales: Tensor
     """fp16, or fp32 of at most 18 significant bits, so that value * scale is exact. Values with a table and floats have
     any scales of fp32; or uint8, for 2 ** (scale - 127); or float8_e4m3fn, times `factors`. If there is an `outer`
-    number, they are int8, from 0 to 63 if there are offsets.
+    number, they are int8, from 0 to 63 if there are offsets, or from 0 to 15 if these are those of 16 values.
     """
     offsets: Tensor | None
-    """In the shape and dtype of the scales. With offsets, a block has only one scale. None if there are no offsets."""
+    """In the shape and dtype of the scales. None if there are no offsets."""
     bits: int
-    """Bits of each value: 4, 5, 6 or 8."""
+    """Bits of each value: 2, 3, 4, 5, 6 or 8."""
     dtype: torch.dtype
     """The dtype in which kernels compute with the matrix."""
     rounding: torch.dtype = torch.bfloat16
@@ -91,12 +91,6 @@ class QuantizedMatrix:
         """Return the offsets as numbers, fp32; None if there are none."""
         return None if self.offsets is None else _times(self.offsets, self.outer_offsets)
 
-    def flattened(self) -> QuantizedMatrix:
-        """Return the same matrix without `outer` numbers."""
-        if self.outer is None:
-            return self
-        return replace(self, scales=self.whole_scales(), offsets=self.whole_offsets(), outer=None, outer_offsets=None)
-
     def dequantize(self) -> Tensor:
         """Return the matrix [out, in] in `dtype`."""
         size_out, size_in = self.shape
@@ -106,6 +100,20 @@ class QuantizedMatrix:
         if (offsets := self.whole_offsets()) is not None:
             weights += offsets.unsqueeze(2)[:, : values.shape[1]]
         return weights.view(size_out, -1)[:, :size_in].to(self.rounding).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A quantized matrix whose rows are decoded a few at a time. The whole one would take a byte for each value."""
+
+    shape: tuple[int, int]
+    """[out, in]"""
+    dtype: torch.dtype
+    decode: Callable[[slice], QuantizedMatrix]
+    """Function from a range of outputs to their matrix."""
+
+    def __getitem__(self, outputs: slice) -> QuantizedMatrix:
+        return self.decode(outputs)
 
 
 def _times(numbers: Tensor, outer: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, NormKind
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 from paceline.kernels.reference_caches import gather_context, store_codes
 from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence
@@ -34,7 +34,9 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
     def compile(self, forward: Forward) -> Forward:
         return forward
 
-    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix | QuantizedRows, allocate: Allocate | None = None) -> PackedWeight:
+        if isinstance(weight, QuantizedRows):
+            weight = weight[:]
         if isinstance(weight, QuantizedMatrix):
             weight = weight.dequantize()
         *heads, size_out, size_in = weight.shape

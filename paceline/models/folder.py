@@ -70,6 +70,15 @@ def count_weights(folder: Path, stored: WeightFormat | None) -> int:
     return in_files + sum(math.prod(matrix.shape) for matrix in mapped)
 
 
+def has_quantized(folder: Path, stored: WeightFormat) -> bool:
+    """Return whether any matrix is quantized. A checkpoint's format may be that of its keys and values alone.
+
+    Raises:
+        ModelError: a file or the index is missing or damaged.
+    """
+    return any(name.endswith(tuple(stored.marks)) for name, _, _ in stored_tensors(folder))
+
+
 def stored_tensors(folder: Path) -> list[tuple[str, str, list[int]]]:
     """Return the name, the dtype and the shape of each tensor in the safetensors files of a folder.
 

@@ -134,6 +134,8 @@ def test_names_of_vllm_are_known() -> None:
         ('{"linear": "fp8", "ignore": "lm_head"}', "ignore must be a list of names"),
         ('{"linear": "fp8", "ignore": ["re:("]}', "is no regular expression"),
         ('{"ignore": ["a"]}', "names no format"),
+        ('{"linear": "fp8", "linear": "int8"}', "has the key 'linear' twice"),
+        ('{"moe": {"weight": "fp8", "weight": null}}', "has the key 'weight' twice"),
         ('{"linear": {"weight": null}}', "names no format"),
     ],
 )

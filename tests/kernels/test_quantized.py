@@ -33,13 +33,14 @@ LAYOUTS = {
     "W8A16 of fp32": (8, False, True, False, torch.float32),
 }
 
+NON_LINEAR = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 # Values and scales of other formats: the table or "floats", the kind of scales, values of a group, rounding of weights.
 FLOAT_LAYOUTS: dict[str, tuple[torch.Tensor | str, str, int, torch.dtype]] = {
     "MXFP4": (E2M1, "powers", 32, torch.float32),
     "NVFP4 of ModelOpt": (E2M1, "factor", 16, torch.float32),
     "NVFP4": (E2M1, "divisor", 16, torch.bfloat16),
-    "IQ4_NL": (torch.arange(-127.0, 128, 16).round(), "fp16", 32, torch.bfloat16),
+    "IQ4_NL": (NON_LINEAR, "fp16", 32, torch.bfloat16),
     "NF4": (torch.linspace(-1, 1, 16) ** 3, "fp32", 64, torch.bfloat16),
     "FP4 of fp16": (torch.linspace(-1, 1, 16) / 3, "fp32", 128, torch.float16),
     "FP8 in blocks": ("floats", "fp32", 128, torch.float32),
@@ -48,7 +49,14 @@ FLOAT_LAYOUTS: dict[str, tuple[torch.Tensor | str, str, int, torch.dtype]] = {
     "FP8 in groups of 16": ("floats", "fp32", 16, torch.float32),
 }
 # Types with small scales in blocks of 256: bits, has offsets, number of scales in a block.
-K_LAYOUTS = {"Q4_K": (4, True, 8), "Q5_K": (5, True, 8), "Q6_K": (6, False, 16)}
+K_LAYOUTS = {
+    "Q2_K": (2, True, 16),
+    "Q3_K": (3, False, 16),
+    "IQ4_XS": (4, False, 8),
+    "Q4_K": (4, True, 8),
+    "Q5_K": (5, True, 8),
+    "Q6_K": (6, False, 16),
+}
 UNPACKED = ("NF4", "FP4 of fp16", *(name for name, layout in FLOAT_LAYOUTS.items() if layout[0] == "floats"))
 ALL_LAYOUTS = [*LAYOUTS, *FLOAT_LAYOUTS, *K_LAYOUTS]
 
@@ -111,9 +119,11 @@ def random_k_blocks(layout: str, size_out: int, size_in: int, dtype: torch.dtype
     low, high = (0, 1 << bits) if has_offsets else (-1 << bits - 1, 1 << bits - 1)
     values = torch.randint(low, high, (size_out, 256 * blocks), generator=generator, dtype=torch.int8)
     outer, outer_offsets = (torch.randn(2, size_out, blocks, generator=generator) * 0.01).half()
-    least, most = (0, 64) if has_offsets else (-128, 128)
+    least, most = (0, 64 if count == 8 else 16) if has_offsets else (-128, 128)
     scales, offsets = torch.randint(least, most, (2, size_out, count * blocks), generator=generator, dtype=torch.int8)
     matrix = QuantizedMatrix(values, scales, None, bits, dtype, outer=outer)
+    if layout == "IQ4_XS":
+        return replace(matrix, values=values & 15, table=NON_LINEAR, scales=scales.clamp(-32, 31))
     return replace(matrix, offsets=offsets, outer_offsets=outer_offsets) if has_offsets else matrix
 
 
@@ -247,7 +257,6 @@ def test_packed_weights_take_what_their_blocks_take(native: NativeKernels) -> No
     for layout, bytes_of_32 in {
         "Q4_0": 18,
         "Q4_1": 20,
-        "Q4_K": 24,
         "Q8_0": 34,
         "MXFP8": 33,
         "FP8 in blocks": 33,
@@ -265,7 +274,5 @@ def test_triton_says_that_it_cannot() -> None:
 
 
 def test_blocks_of_256_take_what_the_file_takes(native: NativeKernels) -> None:
-    # Kernels with AMX read nibbles with wide scales.
-    is_amx = native.instruction_set == "amx"
-    for layout, bytes_of_256 in {"Q4_K": 192 if is_amx else 144, "Q5_K": 176, "Q6_K": 210}.items():
+    for layout, bytes_of_256 in {"Q2_K": 84, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}.items():
         assert native.pack(random_matrix(layout, 64, 512, torch.bfloat16)).data.nbytes == 64 * 2 * bytes_of_256

@@ -39,6 +39,11 @@ class ServeConfig(PlannerOptions):
         "org/name/file.gguf. A folder or file of this machine takes precedence over the hub",
         "model",
     )
+    mmproj: str = option(
+        "",
+        "GGUF file with the encoder of images for a MODEL that is a GGUF file, as llama.cpp has it; Gemma 3",
+        "model",
+    )
     revision: str = option("", "branch, tag or commit of a model on the hub; default: its main branch", "model")
     served_model_name: str = same_option(GatewayConfig, "served_model_name")
     models_file: str = same_option(
@@ -181,11 +186,14 @@ class ServeConfig(PlannerOptions):
 
 
 PREPARE_OPTIONS = (
+    "mmproj",
     "revision",
     "cache_dir",
     "cache_size",
     "quantization",
     "quantization_config",
+    "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
     "model_impl",
     "trust_remote_code",
 )

@@ -29,7 +29,7 @@ from paceline.kernels.native.recurrence import NativeRecurrence
 from paceline.kernels.native.replay import Replay
 from paceline.kernels.native.tiles import pack_tiles, tile_format, tiles_bytes
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 
 COMPRESSING = ("avx512-bf16",)
 """Instruction sets whose kernels can read bf16 weights that are stored in 12 bits. AMX kernels would first have to
@@ -72,11 +72,11 @@ class NativeKernels(NativeEncoding, NativeExperts, NativeRecurrence, Composed):
     def compile(self, forward: Forward) -> Forward:
         return Replay(forward, self)
 
-    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
+    def pack(self, weight: Tensor | QuantizedMatrix | QuantizedRows, allocate: Allocate | None = None) -> PackedWeight:
         allocate = allocate or self._memory.take
         *_, out, size_in = weight.shape
-        if isinstance(weight, QuantizedMatrix):
-            how = tile_format(weight, self.instruction_set)
+        if isinstance(weight, (QuantizedMatrix, QuantizedRows)):
+            how = tile_format(weight[:1], self.instruction_set)
             tiles = allocate(tiles_bytes(how, out, size_in))
             pack_tiles(weight, how, tiles)
             return PackedWeight(tiles, out, size_in, weight.dtype, how)

@@ -6,66 +6,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.kernels.quantized import BLOCK, QuantizedMatrix
+from paceline.kernels.quantized import BLOCK, QuantizedMatrix, QuantizedRows
 
 LANES = 16
 """Number of outputs (rows of the matrix) in one tile."""
-_ROWS = 1024 * LANES
-"""Number of outputs that are packed at a time. The matrix of a vocabulary has too many outputs to be packed at once."""
+_AT_A_TIME = 1 << 19
+"""Number of weights that are packed at a time, so that what is between stays in the processor's cache."""
 EIGHT_BITS, WIDE_SCALES, OFFSETS, TWO_SCALES, BLOCKS, ROWS, WIDE_WORDS = 1, 2, 4, 8, 16, 32, 128
 HALF, UNROUNDED = 256, 512
 TABLE, WHOLE_NUMBERS, HALVES, FLOATS = 1024, 2048, 4096, 8192
 POWER_SCALES, FLOAT_SCALES = 16384, 32768
 FIVE_BITS, SIX_BITS, BYTE_SCALES, SIX_BIT_SCALES = 65536, 131072, 262144, 524288
+TWO_BITS, THREE_BITS, FOUR_BIT_SCALES = 1 << 22, 1 << 23, 1 << 24
 _SPAN_SHIFT = 20
 """The exponent of 2 of the number of blocks in a tile is in two bits from this one on."""
 _ALL = (
     (EIGHT_BITS | WIDE_SCALES | OFFSETS | TWO_SCALES | BLOCKS | ROWS | WIDE_WORDS | HALF | UNROUNDED)
     | (TABLE | WHOLE_NUMBERS | HALVES | FLOATS | POWER_SCALES | FLOAT_SCALES)
     | (FIVE_BITS | SIX_BITS | BYTE_SCALES | SIX_BIT_SCALES)
+    | (TWO_BITS | THREE_BITS | FOUR_BIT_SCALES)
     | 3 << _SPAN_SHIFT
 )
+_BITS = {2: TWO_BITS, 3: THREE_BITS, 4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}
+"""The part of a format that tells the bits of a code."""
 _HEAD_BYTES = 192
 """Bytes of `Head` of src/layout.h."""
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
-    is_plain = matrix.table is None and matrix.values.dtype == torch.int8
-    one_scale, is_narrow = matrix.group >= BLOCK, matrix.bits == 4 and is_plain
-    rows = instruction_set == "amx" and matrix.dtype == torch.bfloat16 and is_narrow and one_scale
+    is_narrow = matrix.bits == 4 and instruction_set == "amx"
+    rows = is_narrow and matrix.dtype == torch.bfloat16
     return (
         BLOCKS
         + ROWS * rows
-        + WIDE_WORDS * (instruction_set == "amx" and is_narrow and not rows)
-        + {4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}[matrix.bits]
+        + WIDE_WORDS * (is_narrow and not rows and matrix.table is None)
+        + _BITS[matrix.bits]
         + FLOATS * (matrix.values.dtype == torch.float8_e4m3fn)
         + (0 if matrix.table is None else _table_format(matrix.table))
-        + _scales_format(matrix, rows)
+        + _scales_format(matrix)
         + OFFSETS * (matrix.offsets is not None)
-        + TWO_SCALES * (not one_scale)
+        + TWO_SCALES * (matrix.group < BLOCK)
         + HALF * (matrix.rounding == torch.float16)
         + UNROUNDED * (matrix.rounding == torch.float32)
-        + (_span_exponent(matrix, rows) << _SPAN_SHIFT)
+        + (_span_exponent(matrix) << _SPAN_SHIFT)
     )
 
 
-def _has_outer(matrix: QuantizedMatrix, rows: bool) -> bool:
-    """Return whether tiles keep the outer numbers of scales. The kernels for nibbles in `ROWS` do not read them."""
-    return matrix.outer is not None and not rows
+def _scales_format(matrix: QuantizedMatrix) -> int:
+    if matrix.outer is None:
+        return _SCALES_OF[matrix.scales.dtype]
+    if matrix.offsets is None:
+        return BYTE_SCALES
+    return SIX_BIT_SCALES if matrix.group >= BLOCK else FOUR_BIT_SCALES
 
 
-def _scales_format(matrix: QuantizedMatrix, rows: bool) -> int:
-    if _has_outer(matrix, rows):
-        return BYTE_SCALES if matrix.offsets is None else SIX_BIT_SCALES
-    return WIDE_SCALES if matrix.outer is not None else _SCALES_OF[matrix.scales.dtype]
-
-
-def _span_exponent(matrix: QuantizedMatrix, rows: bool) -> int:
+def _span_exponent(matrix: QuantizedMatrix) -> int:
     """Return the exponent of 2 of the number of blocks of a tile."""
-    if _has_outer(matrix, rows):
-        return 3
-    return max(matrix.group // BLOCK, 1).bit_length() - 1
+    return 3 if matrix.outer is not None else max(matrix.group // BLOCK, 1).bit_length() - 1
 
 
 _SCALES_OF = {
@@ -98,20 +96,22 @@ def tiles_bytes(tile_format: int, size_out: int, size_in: int) -> int:
     span = _span(tile_format)
     groups, tiles = -(-size_out // LANES), -(-size_in // (BLOCK * span))
     code_bytes = BLOCK // 8 * _bits(tile_format)
-    scales = (2 if tile_format & TWO_SCALES else 1) + (1 if tile_format & OFFSETS else 0)
+    scales = 2 if tile_format & TWO_SCALES else 1
     narrow = tile_format & (POWER_SCALES | FLOAT_SCALES)
     of_scale = 1 if narrow else 4 if tile_format & WIDE_SCALES else 2
-    of_scales = scales * of_scale
+    of_scales = scales * of_scale * (2 if tile_format & OFFSETS else 1)
     if tile_format & BYTE_SCALES:
         of_scales = scales * span + 2
     elif tile_format & SIX_BIT_SCALES:
         of_scales = 3 * span // 2 + 4
+    elif tile_format & FOUR_BIT_SCALES:
+        of_scales = scales * span + 4
     return _head_bytes(tile_format) + groups * LANES * tiles * (span * code_bytes + of_scales)
 
 
 def _bits(tile_format: int) -> int:
     """Return the bits of a code."""
-    return next((bits for kind, bits in ((EIGHT_BITS, 8), (SIX_BITS, 6), (FIVE_BITS, 5)) if tile_format & kind), 4)
+    return next((bits for bits, kind in _BITS.items() if tile_format & kind), 4)
 
 
 def _span(tile_format: int) -> int:
@@ -123,19 +123,20 @@ def _head_bytes(tile_format: int) -> int:
     return _HEAD_BYTES if tile_format & (TABLE | FLOAT_SCALES) else 0
 
 
-def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
+def pack_tiles(matrix: QuantizedMatrix | QuantizedRows, tile_format: int, to: Tensor) -> None:
     """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each, or the blocks of one
     scale.
     """
+    size_out, size_in = matrix.shape
     done = _head_bytes(tile_format)
-    if done:
-        to[:done] = _head(matrix, tile_format)
-    if not tile_format & (BYTE_SCALES | SIX_BIT_SCALES):
-        matrix = matrix.flattened()
-    for first in range(0, matrix.shape[0], _ROWS):
-        tiles = _pack_rows(matrix[first : first + _ROWS], tile_format)
-        to[done : done + len(tiles)] = tiles
-        done += len(tiles)
+    rows = max(2 * LANES, _AT_A_TIME // size_in // (2 * LANES) * (2 * LANES))
+    for first in range(0, size_out, rows):
+        part = matrix[first : first + rows]
+        if done and not first:
+            to[:done] = _head(part, tile_format)
+        size = tiles_bytes(tile_format, *part.shape) - _head_bytes(tile_format)
+        _pack_rows(part, tile_format, to[done : done + size])
+        done += size
 
 
 def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
@@ -148,26 +149,38 @@ def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
     return F.pad(head, (0, _HEAD_BYTES - len(head)))
 
 
-def _pack_rows(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
-    size_out, size_in = matrix.shape
-    span = _span(tile_format)
-    padding = (0, -size_in % (BLOCK * span), 0, -size_out % LANES)
-    values = F.pad(matrix.values.view(torch.int8), padding)
-    if matrix.bits == 8:
-        codes = _bytes(values)
-    else:
-        has_bias = matrix.offsets is None and matrix.table is None
-        unsigned = (values + (1 << matrix.bits - 1) * has_bias).to(torch.uint8)
-        pack = _nibble_rows if tile_format & ROWS else _wide_nibbles if tile_format & WIDE_WORDS else _nibbles
-        codes = pack(unsigned & 15)
-        if matrix.bits > 4:
-            codes = torch.cat((codes, _more_bits(unsigned >> 4, matrix.bits - 4)), dim=2)
-    count = codes.shape[1] // span
-    codes = codes.view(len(codes), count, -1)
-    tiles = torch.cat((codes, *_scale_parts(matrix, tile_format, count)), dim=2)
+def _pack_rows(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
+    """Write the tiles of some rows, whose number is even in sixteens unless they are the last ones."""
+    codes = _pack_codes(matrix, tile_format)
+    count = codes.shape[1] // _span(tile_format)
+    parts = [codes.view(len(codes), count, -1), *_scale_parts(matrix, tile_format, count)]
+    tiles = to.view(len(codes), count, -1)
     paired = len(tiles) // 2 * 2
-    pairs = tiles[:paired].view(-1, 2, *tiles.shape[1:]).transpose(1, 2)
-    return torch.cat((pairs.flatten(), tiles[paired:].flatten()))
+    pairs, start = tiles[:paired].view(-1, count, 2, tiles.shape[2]).transpose(1, 2), 0
+    for part in parts:
+        end = start + part.shape[2]
+        pairs[..., start:end] = part[:paired].view(-1, 2, *part.shape[1:])
+        tiles[paired:, :, start:end] = part[paired:]
+        start = end
+
+
+def _pack_codes(matrix: QuantizedMatrix, tile_format: int) -> Tensor:
+    """Return the codes of blocks: uint8 [out / 16, in / 32, bytes]."""
+    size_out, size_in = matrix.shape
+    codes = F.pad(matrix.values.view(torch.int8), (0, -size_in % (BLOCK * _span(tile_format)), 0, -size_out % LANES))
+    if matrix.bits < 8 and matrix.offsets is None and matrix.table is None:
+        codes = codes + (1 << matrix.bits - 1)
+    if tile_format & (ROWS | WIDE_WORDS):
+        return (_nibble_rows if tile_format & ROWS else _wide_nibbles)(codes.view(torch.uint8))
+    pairs = codes.view(torch.int16).view(-1, LANES, codes.shape[1] // 2).transpose(1, 2).contiguous()
+    if matrix.bits == 8:
+        return pairs.view(torch.uint8).view(len(pairs), -1, LANES * BLOCK)
+    low = 4 if matrix.bits >= 4 else 2
+    planes = [_plane(pairs & 0x101 * ((1 << low) - 1), low)]
+    if matrix.bits > low:
+        more = matrix.bits - low
+        planes.append(_plane(pairs >> low & 0x101 * ((1 << more) - 1), more))
+    return torch.cat(planes, dim=2)
 
 
 def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[Tensor]:
@@ -177,48 +190,45 @@ def _scale_parts(matrix: QuantizedMatrix, tile_format: int, count: int) -> list[
         scales, offsets = matrix.scales.view(torch.uint8), matrix.offsets.view(torch.uint8)
         high = scales >> 4 | offsets >> 4 << 2
         numbers = [scales & 15 | (offsets & 15) << 4, high[:, ::2] | high[:, 1::2] << 4]
+    elif tile_format & FOUR_BIT_SCALES:
+        assert matrix.offsets is not None
+        numbers = [(matrix.scales | matrix.offsets << 4).view(torch.uint8)]
     else:
         numbers = [matrix.scales] if matrix.offsets is None else [matrix.scales, matrix.offsets]
     outer = [each for each in (matrix.outer, matrix.outer_offsets) if each is not None]
     return [_by_tile(each, count) for each in (*numbers, *outer)]
 
 
-def _more_bits(high: Tensor, bits: int) -> Tensor:
-    """Pack the bits above nibbles, uint8 [out, in], into bytes [out / 16, in / 32, 64 * bits]."""
-    count = 16 // bits  # of a word of 16 bits
-    parts = high.view(-1, LANES, high.shape[1] // BLOCK, bits, count, 2).to(torch.int32)
-    words = sum(parts[..., place, :] << place * bits for place in range(count))
-    assert isinstance(words, Tensor)
-    # A word as two bytes, the lower one first: [tiles, blocks, words, outputs, 2 of a pair, 2 bytes]
-    both = torch.stack((words & 255, words >> 8), -1).to(torch.uint8).permute(0, 2, 3, 1, 4, 5)
-    return both.reshape(len(both), both.shape[1], -1)
+def _plane(pairs: Tensor, bits: int) -> Tensor:
+    """Pack codes of 1, 2 or 4 bits into bytes [out / 16, in / 32, 64 * bits].
 
-
-def _nibbles(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes, uint8 [out, in], into bytes [out / 16, in / 32, 256]."""
-    parts = codes.view(-1, LANES, codes.shape[1] // BLOCK, 4, 2, 2, 2)
-    both = parts[..., 0, :] | parts[..., 1, :] << 4  # [tiles, outputs, blocks, 4 words, 2 bytes of a word, 2 of a pair]
-    return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
+    Args:
+        pairs: int16 [out / 16, in / 2, 16], each two codes of a byte.
+    """
+    # [tiles, words, 2 bytes of a word, codes of a byte, outputs]
+    parts = pairs.view(len(pairs), -1, 2, 8 // bits, LANES)
+    both = parts[:, :, :, 0]
+    for place in range(1, 8 // bits):
+        both = both | parts[:, :, :, place] << place * bits
+    # From the first bytes of two words, and their second bytes, to the two words.
+    first, second = both[:, :, 0].int(), both[:, :, 1].int()
+    words = first & 0xFF | (second & 0xFF) << 8 | (first & 0xFF00) << 8 | (second & 0xFF00) << 16
+    return words.view(torch.uint8).view(len(words), -1, LANES * BLOCK // 8 * bits)
 
 
 def _wide_nibbles(codes: Tensor) -> Tensor:
-    """Pack as `_nibbles`, but in the order of the format `WIDE_WORDS`."""
+    """Pack as `_plane`, but in the order of the format `WIDE_WORDS`."""
     parts = codes.view(-1, 2, 8, codes.shape[1] // BLOCK, 4, 4, 2)
     both = parts[:, 0] | parts[:, 1] << 4  # [tiles, 8 outputs, blocks, 4 words, 4 pairs, 2 of a pair]
     return both.permute(0, 2, 3, 1, 5, 4).reshape(len(both), -1, LANES * BLOCK // 2)
 
 
 def _nibble_rows(codes: Tensor) -> Tensor:
-    """Pack as `_nibbles`, but in the order of the format `ROWS`."""
-    parts = codes.view(-1, 4, 2, 2, codes.shape[1] // BLOCK, BLOCK)
-    both = parts[:, :, :, 0] | parts[:, :, :, 1] << 4  # [tiles, 4 words, 2 bytes of a word, blocks, 32 values]
-    return both.permute(0, 3, 1, 4, 2).reshape(len(both), -1, LANES * BLOCK // 2)
-
-
-def _bytes(values: Tensor) -> Tensor:
-    """Pack int8 [out, in] into bytes [out / 16, in / 32, 512]."""
-    parts = values.view(torch.uint8).view(-1, LANES, values.shape[1] // BLOCK, BLOCK // 2, 2)
-    return parts.permute(0, 2, 3, 1, 4).reshape(len(parts), -1, LANES * BLOCK)
+    """Pack as `_plane`, but in the order of the format `ROWS`."""
+    parts = codes.view(-1, 4, 4, codes.shape[1])  # [tiles, 4 words, 4 outputs of a word, in]
+    low, high = ((parts[:, :, place] | parts[:, :, place + 1] << 4).short() for place in (0, 2))
+    words = (low | high << 8).view(-1, 4, codes.shape[1] // BLOCK, BLOCK).transpose(1, 2)
+    return words.contiguous().view(torch.uint8).view(len(words), -1, LANES * BLOCK // 2)
 
 
 def _by_tile(scales: Tensor, tiles: int) -> Tensor:

@@ -13,7 +13,7 @@ from paceline.kernels.encoding import Tower
 from paceline.kernels.experts import ExpertWeights, clamped_swiglu
 from paceline.kernels.interface import Forward, HeadNorms, NormKind
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 from paceline.kernels.reference import ReferenceKernels
 from paceline.kernels.triton_kernels import rowwise
 from paceline.kernels.triton_kernels.attention import AttentionPlan, attention, make_plan, tile_rows
@@ -63,8 +63,8 @@ class TritonKernels(ReferenceKernels):
     def compile_tower(self, tower: Tower) -> Tower:
         return TowerGraphs(tower, (lambda: CalledAgain) if INTERPRETED else CudaRecorder)
 
-    def pack(self, weight: Tensor | QuantizedMatrix, allocate: Allocate | None = None) -> PackedWeight:
-        if isinstance(weight, QuantizedMatrix):
+    def pack(self, weight: Tensor | QuantizedMatrix | QuantizedRows, allocate: Allocate | None = None) -> PackedWeight:
+        if isinstance(weight, (QuantizedMatrix, QuantizedRows)):
             raise ConfigError("the triton kernels take no quantized weights; choose --quantization none")
         return super().pack(weight, allocate)
 

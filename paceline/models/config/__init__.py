@@ -42,6 +42,7 @@ from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from paceline.models.config.text_encoders import TEXT_ENCODERS
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
+from paceline.models.folder import has_quantized
 from paceline.models.formats import WeightFormat, find_format
 from paceline.models.model_config import ModelConfig, ModelFacts
 from paceline.models.text_encoder_config import TextEncoderConfig
@@ -185,7 +186,7 @@ def weight_form(folder: Path, quantization: ChosenQuantization) -> WeightForm:
     if online is None:
         return "none" if stored is None else "checkpoint"
     # Signed bytes with scales hold what other formats have, so nothing is lost.
-    if stored is not None and online != OnlineQuantization.of("int8"):
+    if stored is not None and online != OnlineQuantization.of("int8") and has_quantized(folder, stored):
         raise ConfigError(
             f"the matrices of {folder.name} are quantized as {stored.name} already, and rounding them to {online} "
             "would lose more; leave out --quantization and --quantization-config, or take the checkpoint in bf16"

@@ -1,7 +1,7 @@
-"""The converter of a GGUF file to a Hugging Face folder: `python -m paceline.models.gguf.convert SOURCE TARGET`.
+"""The converter of a GGUF file to a folder: `python -m paceline.models.gguf.convert SOURCE TARGET [MMPROJ]`.
 
-It is a process of its own. So the memory of transformers is free when it ends, and a parser that crashes on a damaged
-file ends no other process. If it fails, it exits with 1 and prints the reason to standard output.
+It is a process of its own, so that a parser that crashes on a damaged file ends no other process. It imports neither
+torch nor transformers, which take seconds. If it fails, it exits with 1 and prints the reason to standard output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gguf
 from gguf import GGUFReader
 
 from paceline.core.errors import ModelError
@@ -24,14 +23,20 @@ from paceline.models.config import read_config
 from paceline.models.files.content import read_content
 from paceline.models.gguf.convert_dense import ARCHITECTURES, dense_config, dense_sources
 from paceline.models.gguf.convert_gemma4 import GEMMA4_TABLES, gemma4_config, gemma4_sources
+from paceline.models.gguf.convert_mmproj import (
+    check_mmproj,
+    preprocessing,
+    text_sources,
+    vision_sources,
+    with_vision,
+)
 from paceline.models.gguf.convert_rope import ROPE_FACTORS, scales_rope
-from paceline.models.gguf.convert_weights import write_weights
+from paceline.models.gguf.convert_weights import TensorSource, write_weights
 from paceline.models.gguf.metadata import Metadata, check_parts, check_sizes, check_tokenizer
 from paceline.models.gguf.parts import link_names, part_names
 from paceline.models.gguf.reader import DamagedError, open_gguf
+from paceline.models.gguf.tokenizer import SPLITS, write_tokenizer
 
-_TEMPLATE = "tokenizer.chat_template."
-"""Beginning of the keys of all chat templates except the default template."""
 _GEMMA4 = "gemma4"
 _PROGRESS_SECONDS = 0.25
 
@@ -44,25 +49,17 @@ _OF_GEMMA3 = {"rope.freq_base_swa": 10_000.0, "attention.sliding_window_pattern"
 # Ends of the names of biases that are converted.
 _BIASES = {"qwen2": ("attn_q.bias", "attn_k.bias", "attn_v.bias")}
 
-# Rules by which a byte-level vocabulary splits text before merging (`tokenizer.ggml.pre`). transformers restores these.
-# For any other rule it would silently split as GPT-2 does: the model would see token ids that it was not trained on.
-_SPLITS_RESTORED = ("gpt-2", "llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")
-# Rules that take a piece of text whole if it is a token, without merges. transformers does not restore this.
-_WHOLE_TOKENS = ("llama-bpe", "llama3", "llama-v3", "tekken")
-# Rules by which raw prompts begin with BOS if the file does not say otherwise.
-_BEGIN_WITH_BOS = ("llama-bpe", "llama3", "llama-v3")
-_SPLITS_DIGITS = ("smollm",)
-# Qwen's vocabulary expects composed characters (NFC), which transformers does not restore.
-_SPLITS_COMPOSED = ("qwen2",)
-
 # Tokens after which a Gemma 4's answer ends. A file names at most two of them.
 _GEMMA4_STOPS = ("<turn|>", "<|tool_response>")
 
 
-def convert_gguf(source: Path, target: Path) -> None:
+def convert_gguf(source: Path, target: Path, mmproj: Path | None = None) -> None:
     """Write config, generation config, tokenizer, chat template, small tensors and a reference to the file to `target`.
 
     If the file is split, `source` is its first part, and the others are beside it.
+
+    Args:
+        mmproj: the GGUF file of an encoder, whose tensors are copied; None if the model reads text alone.
 
     Raises:
         ModelError: the file is not a GGUF file, or the conversion would lose something that the model needs.
@@ -78,14 +75,13 @@ def convert_gguf(source: Path, target: Path) -> None:
         if metadata.architecture != _GEMMA4:
             check_sizes(metadata)
         target.mkdir(exist_ok=True)
-        with _only_reader(readers[0]):
-            _write_tokenizer(source, metadata, target)
+        _write_tokenizer(readers[0], metadata, target)
         links = link_names(len(parts))
         content = read_content({link: source.parent / name for link, name in zip(links, parts)})
         for file in content.files:
             (target / file.name).unlink(missing_ok=True)
             (target / file.name).symlink_to(file.path)
-        _write_model(readers, metadata, target, {file.name: file.digest for file in content.files})
+        _write_model(readers, metadata, mmproj, target, {file.name: file.digest for file in content.files})
         content.check()
     for path in target.rglob("*"):
         if path.is_file() and not path.is_symlink():
@@ -93,10 +89,17 @@ def convert_gguf(source: Path, target: Path) -> None:
     read_config(target)
 
 
-def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path, digests: Mapping[str, str]) -> None:
+def _write_model(
+    readers: Sequence[GGUFReader],
+    metadata: Metadata,
+    mmproj: Path | None,
+    target: Path,
+    digests: Mapping[str, str],
+) -> None:
     """Write the config and the weights.
 
     Args:
+        mmproj: the encoder's file, if there is one.
         digests: digest of each part, by the name of the link to it.
     """
     tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
@@ -107,28 +110,36 @@ def _write_model(readers: Sequence[GGUFReader], metadata: Metadata, target: Path
     else:
         config = dense_config(metadata, tensors)
         sources = dense_sources(metadata, config, tensors)
+    if mmproj is not None:
+        tokens = readers[0].fields["tokenizer.ggml.tokens"].contents()
+        config, vision = _read_encoder(mmproj, metadata, config, tokens)
+        sources, tables = text_sources(sources) | vision, vision.keys()
+        (target / "preprocessor_config.json").write_text(json.dumps(preprocessing(config), indent=2))
     (target / "config.json").write_text(json.dumps(config, indent=2))
     write_weights(sources, target, _Shown(), digests, file_of, tables)
 
 
-def _write_tokenizer(source: Path, metadata: Metadata, target: Path) -> None:
-    """Write the tokenizer, the chat template, and the tokens after which an answer ends."""
-    # This import is slow, and not needed to refuse a file.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+def _read_encoder(
+    mmproj: Path, text: Metadata, config: Mapping[str, Any], tokens: Sequence[str]
+) -> tuple[Mapping[str, Any], dict[str, TensorSource]]:
+    """Return the config of the whole model, and the encoder's tensors by their names in safetensors."""
+    try:
+        reader = open_gguf(mmproj)
+        metadata = Metadata(reader)
+        check_mmproj(metadata, text)
+        config = with_vision(config, metadata, tokens)
+        return config, vision_sources(metadata, config, {tensor.name: tensor for tensor in reader.tensors})
+    except ModelError as error:
+        raise ModelError(f"{mmproj.name}: {error}") from error
 
-    # AutoTokenizer also reads the sizes of the model, and does not expect sizes of single layers.
-    tokenizer_class = PreTrainedTokenizerFast if metadata.architecture == _GEMMA4 else AutoTokenizer
-    tokenizer: Any = tokenizer_class.from_pretrained(source.parent, gguf_file=source.name)
-    _restore_rules(tokenizer, metadata)
-    if named := {key.removeprefix(_TEMPLATE): text for key, text in metadata.items() if key.startswith(_TEMPLATE)}:
-        tokenizer.chat_template = {"default": tokenizer.chat_template, **named}
+
+def _write_tokenizer(reader: GGUFReader, metadata: Metadata, target: Path) -> None:
+    """Write the tokenizer, the chat templates, and the tokens after which an answer ends."""
+    write_tokenizer(reader, metadata, target)
     stops = set(_stop_token_ids(metadata))
     if metadata.architecture == _GEMMA4:
-        # transformers loses that raw prompts begin with BOS. A chat template writes its own.
-        tokenizer.add_bos_token = metadata.get("tokenizer.ggml.add_bos_token", True)
-        vocabulary = tokenizer.get_vocab()
-        stops |= {vocabulary[token] for token in _GEMMA4_STOPS if token in vocabulary}
-    tokenizer.save_pretrained(target)
+        named = {token: number for number, token in enumerate(reader.fields["tokenizer.ggml.tokens"].contents())}
+        stops |= {named[token] for token in _GEMMA4_STOPS if token in named}
     generation = {"eos_token_id": sorted(stops)} if stops else {}
     (target / "generation_config.json").write_text(json.dumps(generation, indent=2))
 
@@ -150,17 +161,6 @@ class _Shown:
 
 
 @contextmanager
-def _only_reader(reader: GGUFReader) -> Iterator[None]:
-    """Let transformers use this reader. It would read the file again, for 10 s if it is a Gemma."""
-    original = gguf.GGUFReader
-    gguf.GGUFReader = lambda path: reader  # type: ignore[assignment, misc]
-    try:
-        yield
-    finally:
-        gguf.GGUFReader = original  # type: ignore[misc]
-
-
-@contextmanager
 def _named(source: Path) -> Iterator[None]:
     """Add the file's name, and what to do, to a ModelError that says why it cannot be converted."""
     try:
@@ -179,14 +179,14 @@ def _problem(metadata: Metadata) -> str:
     architecture = metadata.architecture
     known = (*ARCHITECTURES, _GEMMA4)
     if architecture == "clip":
-        return "it has encoders of images or audio, and no text model"
+        return "it has encoders of images or audio, and no text model; give it as --mmproj beside the model's file"
     if architecture not in known:
         return f"its architecture {architecture} is not supported (supported are: {', '.join(known)})"
     if architecture == _GEMMA4 and scales_rope(metadata):
         return "its rope scaling would be lost"
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         split = metadata.get("tokenizer.ggml.pre", "none")
-        if split not in (*_SPLITS_RESTORED, *_SPLITS_DIGITS, *_SPLITS_COMPOSED):
+        if split not in SPLITS:
             return f"how its tokenizer splits text ({split}) would be lost"
     return "" if architecture == _GEMMA4 else _lost(architecture, metadata)
 
@@ -219,61 +219,20 @@ def _lost_of_gemma3(metadata: Metadata) -> str:
     return "" if "gemma3.attention.sliding_window" in metadata else "attention without a window"
 
 
-def _restore_rules(tokenizer: Any, metadata: Metadata) -> None:
-    """Give a tokenizer the rules of its file that transformers does not know."""
-    split = metadata.get("tokenizer.ggml.pre")
-    if split in _SPLITS_DIGITS:
-        _split_digits(tokenizer)
-    if split in _SPLITS_COMPOSED:
-        _compose_characters(tokenizer)
-    if split in _WHOLE_TOKENS:
-        tokenizer.backend_tokenizer.model.ignore_merges = True
-    if split in _BEGIN_WITH_BOS and "tokenizer.ggml.add_bos_token" not in metadata:
-        tokenizer.add_bos_token = True
-    # transformers does this itself for Gemma.
-    is_llama = metadata.architecture == metadata.get("tokenizer.ggml.model") == "llama"
-    if is_llama and not metadata.get("tokenizer.ggml.add_space_prefix", True):
-        _add_no_space(tokenizer)
-
-
-def _compose_characters(tokenizer: Any) -> None:
-    from tokenizers import normalizers
-
-    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
-
-
-def _add_no_space(tokenizer: Any) -> None:
-    """Make a tokenizer with SentencePiece's rules begin a text without a space of its own."""
-    from tokenizers import decoders
-
-    backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer.prepend_scheme = "never"
-    backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-
-
-def _split_digits(tokenizer: Any) -> None:
-    """Make the tokenizer cut off each digit before it splits the rest of a text: "\\n\\n1" is "\\n\\n" and "1"."""
-    from tokenizers import pre_tokenizers
-
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-
-
 def _stop_token_ids(metadata: Metadata) -> list[int]:
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({int(metadata[name]) for name in names if name in metadata})
 
 
 def main() -> int:
-    source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    source, target, *mmproj = map(Path, sys.argv[1:])
     try:
-        convert_gguf(source, target)
+        convert_gguf(source, target, *mmproj)
     except ModelError as error:
         print(error)
         return 1
     except Exception as error:
-        # transformers lets exceptions of any type of its libraries pass, and some of its texts fill a screen.
+        # Libraries raise exceptions of any type, and some of their texts fill a screen.
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         print(f"{source.name} cannot be converted: {reason}; use the model's Hugging Face folder")
         return 1

@@ -163,7 +163,7 @@ def dense_sources(metadata: Metadata, config: Config, tensors: Mapping[str, Read
         raise ModelError(f"it has {len(tensors)} tensors for {config['num_hidden_layers']} layers")
     wanted = dict(_wanted(own, config))
     present = {name: shape for name, shape in metadata.tensors.items() if name != ROPE_FACTORS}
-    _check(present, {name: shape for name, (_, shape) in wanted.items()})
+    check_tensors(present, {name: shape for name, (_, shape) in wanted.items()})
     heads = {"attn_q.weight": config["num_attention_heads"], "attn_k.weight": config["num_key_value_heads"]}
     sources = {}
     for name, (theirs, shape) in wanted.items():
@@ -217,7 +217,8 @@ def _shapes(config: Config) -> dict[str, list[int]]:
     }
 
 
-def _check(present: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+def check_tensors(present: Mapping[str, list[int]], wanted: Mapping[str, list[int]]) -> None:
+    """Raise ModelError if a file lacks a tensor, has another one, or has one of another shape."""
     if missing := sorted(wanted.keys() - present.keys()):
         raise ModelError(f"it has no tensor {missing[0]}{_and_others(missing)}")
     if lost := sorted(present.keys() - wanted.keys()):

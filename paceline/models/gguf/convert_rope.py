@@ -11,8 +11,6 @@ from gguf import ReaderTensor
 
 from paceline.core.errors import ModelError
 from paceline.models.gguf.metadata import Metadata
-from paceline.models.model_config import Rope
-from paceline.models.rotary import inverse_frequencies
 
 Parameters = Mapping[str, Any]
 
@@ -98,8 +96,10 @@ def _llama3(tensor: ReaderTensor, theta: float, head_dim: int) -> Parameters:
     factor = float(divisors.max(initial=0.0)) if divisors.dtype == np.float32 else 0.0
     if 1.0 <= factor < math.inf:
         low, high, original = _LLAMA3_ROPE.values()
-        scaled = inverse_frequencies(Rope(theta, "llama3", factor, low, high, int(original)), head_dim)
-        expected = inverse_frequencies(Rope(theta), head_dim) / scaled
-        if divisors.shape == expected.shape and np.allclose(divisors, expected.numpy(), rtol=1e-4):
+        # The share of the unscaled frequency depends on the number of rotations within the original context.
+        rotations = original / (2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim))
+        share = np.clip((rotations - low) / (high - low), 0, 1)
+        expected = 1 / (share + (1 - share) / factor)
+        if divisors.shape == expected.shape and np.allclose(divisors, expected, rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
     raise ModelError(_LOST)

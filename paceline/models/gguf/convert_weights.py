@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from gguf import GGML_QUANT_SIZES, ReaderTensor, dequantize
-from torch import Tensor
 
 from paceline.core.machine import available_cores
 from paceline.models.files.gguf_reference import GgufReference, PlacedMatrix
 from paceline.models.files.safetensors_writer import TensorEntry, write_safetensors
 from paceline.models.folder import SINGLE_FILE
-from paceline.models.gguf.blocks import BLOCK_TYPES
-from paceline.models.gguf.file import WHOLE_TYPES
 from paceline.models.gguf.reader import DamagedError
+from paceline.models.gguf.types import FP16_PLACES, WHOLE_TYPES
 
 _MOST_THREADS = 8
 _PIECE = 1 << 20
@@ -32,17 +29,7 @@ _PIECE = 1 << 20
 _FP16_INFINITY = 0x7C00
 """Bits of the exponent of an fp16 number. All of them are set in infinite numbers and NaN, and in no others."""
 
-_FP16_PLACES: Mapping[str, Sequence[int]] = {
-    "Q4_0": (0,),
-    "Q4_1": (0, 2),
-    "Q5_0": (0,),
-    "Q5_1": (0, 2),
-    "Q8_0": (0,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-}
-"""First bytes of the fp16 numbers in a block, by its type. If these are finite, all weights of the block are."""
+_FP32_INFINITY, _BF16_INFINITY = np.uint32(0x7F800000), np.uint16(0x7F80)
 
 Rows = np.ndarray[Any, Any]
 Result = TypeVar("Result")
@@ -80,7 +67,7 @@ class TensorSource:
 
     def is_mapped(self) -> bool:
         """Return whether workers can read this matrix in the GGUF file."""
-        return self.type_name in (*BLOCK_TYPES, *WHOLE_TYPES) and len(self.shape) > 1 and not self.offset
+        return self.type_name in (*FP16_PLACES, *WHOLE_TYPES) and len(self.shape) > 1 and not self.offset
 
     def placed(self, file_of: Mapping[str, int]) -> PlacedMatrix:
         """Return the place of a mapped matrix.
@@ -115,19 +102,21 @@ class TensorSource:
     def numbers(self, threads: ThreadPoolExecutor) -> Iterator[memoryview]:
         """Yield all numbers as bf16. Raises DamagedError if one is NaN or infinite."""
         for numbers in _ordered(threads, self._convert, self.pieces()):
-            yield numbers.view(torch.uint8).numpy().data
+            yield numbers.reshape(-1).view(np.uint8).data
 
-    def _convert(self, part: ReaderTensor, rows: Rows) -> Tensor:
-        exact = dequantize(rows, part.tensor_type)
-        numbers = torch.tensor(exact + np.float32(self.offset) if self.offset else exact).bfloat16()
-        # Minimum and maximum take one pass without a temporary tensor, and both are NaN if any number is.
-        if not torch.stack(torch.aminmax(numbers)).isfinite().all():
+    def _convert(self, part: ReaderTensor, rows: Rows) -> Rows:
+        """Return the numbers of some rows, rounded to bf16, as the bits of each: uint16."""
+        exact = dequantize(rows, part.tensor_type).astype(np.float32, copy=False)
+        words = (exact + np.float32(self.offset) if self.offset else exact).view(np.uint32)
+        numbers = (words + ((words >> 16 & 1) + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
+        # NaN with few bits would become a number when it is rounded.
+        if ((words & _FP32_INFINITY) == _FP32_INFINITY).any() or ((numbers & _BF16_INFINITY) == _BF16_INFINITY).any():
             raise _not_finite(part)
         return numbers
 
     def check(self, part: ReaderTensor, rows: Rows) -> int:
         """Return the number of bytes of some rows. Raises DamagedError if one of their numbers is NaN or infinite."""
-        places = _FP16_PLACES.get(part.tensor_type.name)
+        places = FP16_PLACES.get(part.tensor_type.name)
         if places is None:
             self._convert(part, rows)
             return rows.nbytes

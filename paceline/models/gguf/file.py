@@ -18,8 +18,8 @@ from paceline.models.files.read_ahead import TensorPlace, will_read
 from paceline.models.folder import weight_files
 from paceline.models.gguf.blocks import BLOCK_TYPES, BlockMatrix
 
-WHOLE_TYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""GGUF's types that are not quantized and that workers read."""
+_DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The dtypes of types that are not quantized."""
 
 
 class GgufFile:
@@ -89,8 +89,8 @@ class GgufFile:
         raw = self._maps[file][start : start + own.part_bytes]
         *outer, rows, _ = own.shape
         try:
-            if own.type_name in WHOLE_TYPES:
-                raw = raw.view(WHOLE_TYPES[own.type_name])
+            if own.type_name in _DTYPES:
+                raw = raw.view(_DTYPES[own.type_name])
             return raw.view(*outer, rows // len(own.places), -1)
         except RuntimeError as error:
             raise ModelError(f"{self._files[file]} is damaged: {error}") from error

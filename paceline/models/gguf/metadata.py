@@ -1,7 +1,6 @@
 """The metadata of a GGUF file, read by key with a type and bounds.
 
-Each error names the key of the wrong value. transformers, which makes the tokenizer, would fail at an impossible value
-without naming its key.
+Each error names the key of the wrong value.
 
 Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -112,7 +111,11 @@ class Metadata(dict[str, Any]):
 def _value(name: str, field: ReaderField) -> Any:
     is_list = field.types[0] == GGUFValueType.ARRAY
     if is_list and name.startswith("tokenizer."):
-        return TokenizerList(field.types[-1], len(field.data))
+        entries = field.types[-1]
+        is_text = entries == GGUFValueType.STRING
+        return TokenizerList(
+            entries, len(field.data) if is_text else sum(len(field.parts[part]) for part in field.data)
+        )
     return field.contents()
 
 
@@ -174,11 +177,11 @@ def check_sizes(metadata: Metadata) -> None:
 
 
 def check_tokenizer(metadata: Metadata) -> None:
-    """Check that the tokenizer is complete, and of a kind that transformers converts.
+    """Check that the tokenizer is complete, and of a kind that is converted.
 
     Raises:
         DamagedError: a list is missing or too short, or a token id has no token.
-        ModelError: transformers does not convert this kind of tokenizer.
+        ModelError: this kind of tokenizer is not converted.
     """
     kind = str(metadata.get("tokenizer.ggml.model"))
     if kind not in _RANKS:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import struct
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderField
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 from numpy.typing import DTypeLike, NDArray
 
 from paceline.core.errors import ModelError
@@ -46,6 +48,30 @@ class CheckedReader(GGUFReader):
         if offset + size > len(self.data):
             raise ValueError(f"it says that it has {count} values at byte {offset}, and ends before them")
         return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), offset)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        # The package makes arrays for each entry of a list, which takes seconds for a large vocabulary.
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        entries, length, start = GGUFValueType(kind[0]), int(count[0]), orig_offs + 12
+        scalar = self.gguf_scalar_to_np.get(entries)
+        if not length or (scalar is None and entries != GGUFValueType.STRING):
+            return super()._get_field_parts(orig_offs, raw_type)
+        parts: list[Any] = self._texts(start, length) if scalar is None else [self._get(start, scalar, length)]
+        size = sum(part.nbytes for part in parts) + (8 * length if scalar is None else 0)
+        return 12 + size, [kind, count, *parts], list(range(2, 2 + len(parts))), [GGUFValueType.ARRAY, entries]
+
+    def _texts(self, offset: int, count: int) -> list[memoryview]:
+        """Return the bytes of texts that follow one another, each after its length."""
+        order = "=" if self.byte_order == "I" else ">" if sys.byteorder == "little" else "<"
+        length_at, data, found = struct.Struct(f"{order}Q").unpack_from, memoryview(self.data), []
+        for _ in range(count):
+            if offset + 8 > len(data) or (end := offset + 8 + length_at(data, offset)[0]) > len(data):
+                raise ValueError(f"it says that it has {count} texts, and ends before text {len(found)}")
+            found.append(data[offset + 8 : end])
+            offset = end
+        return found
 
     def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
         self._check_places(start_offs, fields)

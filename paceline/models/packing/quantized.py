@@ -13,7 +13,7 @@ from paceline.core.errors import ModelError
 from paceline.core.online_quantization import OnlineQuantization
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 from paceline.kernels.rounding import round_matrix
 from paceline.models.gguf.blocks import BlockMatrix
 
@@ -53,7 +53,7 @@ class Packer:
         """
         if isinstance(weight, BlockMatrix):
             if self.weight_form == "gguf":
-                return self.kernels.pack(weight.decode(), allocate)
+                return self.kernels.pack(QuantizedRows(weight.shape, weight.dtype, weight.decode), allocate)
             weight = weight.dequantize().to(self.device)
         if isinstance(weight, QuantizedMatrix):
             # With int8, too: such a matrix of a checkpoint fits in eight bits as it is.

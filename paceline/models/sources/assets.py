@@ -8,7 +8,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.core.config import ModelImpl, Quantization
@@ -47,9 +47,9 @@ BUNDLED: Mapping[str, BundledModel | BundledFolder] = {
 }
 """Models that Python packages contain, by name, so that a first try needs no download from elsewhere."""
 
-_CONVERTER_MODULES = ("transformers", "gguf", "tokenizers", "torch", "safetensors")
+_CONVERTER_MODULES = ("gguf", "tokenizers")
 
-_CONVERSION = 5
+_CONVERSION = 6
 """Version of the conversion. Raise it when the conversion changes, so that cached files are converted again."""
 
 _MAKERS = ("transformers", "tokenizers", "gguf", "sentencepiece", "tiktoken", "mistral-common")
@@ -64,6 +64,7 @@ def resolve_model(
     revision: str = "",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
+    mmproj: str = "",
 ) -> Path:
     """Return the Hugging Face folder of a model: config.json, tokenizer.json and safetensors.
 
@@ -76,9 +77,11 @@ def resolve_model(
         revision: branch, tag or commit of a model on the hub; "" for its main branch.
         model_impl: the code that will compute the model. Hub models that this code cannot compute are refused.
         trust_remote_code: also fetch the model's Python code from the hub.
+        mmproj: the GGUF file of an encoder for a GGUF file of this machine or of the hub; "" if there is none.
 
     Raises:
-        ConfigError: a revision is given for a model that is not on the hub, or the GGUF file cannot stay packed.
+        ConfigError: a revision is given for a model that is not on the hub, an encoder for a model that is no GGUF
+            file, or the GGUF file cannot stay packed.
         ModelError: there is no such model, or it cannot be read, downloaded, converted or saved.
     """
     cache_dir = cache_dir.expanduser().absolute()
@@ -87,6 +90,8 @@ def resolve_model(
         raise ConfigError(
             f"a revision is for models of the hub (org/name), and {name_or_path} is not one; leave it out"
         )
+    if mmproj and name_or_path in BUNDLED:
+        raise _no_encoder(name_or_path)
     if name_or_path in BUNDLED:
         bundled = BUNDLED[name_or_path]
         if isinstance(bundled, BundledFolder):
@@ -103,16 +108,25 @@ def resolve_model(
     if name is not None:
         path = fetch_from_hub(name, revision, report, model_impl, trust_remote_code)
     # The methods of Path raise errors for a path in a folder that this user may not enter.
+    is_gguf = os.path.isfile(path) and path.suffix.lower() == ".gguf"
+    if mmproj and not is_gguf:
+        raise _no_encoder(name_or_path)
     if os.path.isdir(path):
         # A link to the folder may lead elsewhere later, when the services of this start still read files.
         return _with_tokenizer(path.resolve(), cache_dir, report)
-    if os.path.isfile(path) and path.suffix.lower() == ".gguf":
-        parts = _parts(path.absolute())
+    if is_gguf:
+        parts, encoder = _parts(path.absolute()), _encoder(mmproj)
         content = read_content({part.name: part for part in parts})
         stem = gguf_stem(path.name)
-        key = cache_key(stem, content.digest, _maker())
+        encoders = [read_content({file.name: file}) for file in encoder]
+        key = cache_key(stem, content.digest, _maker(), *(each.digest for each in encoders))
         _link_gguf(cache_dir / key / stem, content)
-        return _convert_gguf(key, stem, cache_dir, report, lambda scratch: parts, quantization, content.check)
+
+        def check() -> None:
+            for each in (content, *encoders):
+                each.check()
+
+        return _convert_gguf(key, stem, cache_dir, report, lambda scratch: parts, quantization, check, encoder)
     what = "is neither a model folder nor a .gguf file" if os.path.exists(path) else "does not exist"
     raise ModelError(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
@@ -184,12 +198,14 @@ def _convert_gguf(
     find_gguf: Callable[[Path], list[Path]],
     quantization: Quantization,
     check: Callable[[], None] = lambda: None,
+    encoder: Sequence[Path] = (),
 ) -> Path:
     """Return the folder that a GGUF file was converted to. Convert it first if that has not been done.
 
     Args:
         find_gguf: returns all parts of the file. Those in its argument, a folder, become a part of the result.
-        check: raises an error if the file has changed since its key was made.
+        check: raises an error if a file has changed since the key was made.
+        encoder: the file of the model's encoder, or none.
     """
 
     def make(scratch: Path) -> None:
@@ -200,7 +216,7 @@ def _convert_gguf(
         for part in parts:
             (scratch / "source" / part.name).symlink_to(part)
         source = Path("source", parts[0].name)
-        run_converter("paceline.models.gguf.convert", str(source), scratch, parts[0].name, report)
+        run_converter("paceline.models.gguf.convert", str(source), scratch, parts[0].name, report, *map(str, encoder))
         for part, link in zip(parts, link_names(len(parts))):
             if part.parent == scratch:
                 part.replace(scratch / "model" / link)
@@ -212,6 +228,20 @@ def _convert_gguf(
     if quantization == "gguf":
         read_reference(folder).check_packed()
     return folder
+
+
+def _no_encoder(model: str) -> ConfigError:
+    return ConfigError(f"--mmproj is for models that are GGUF files, and {model} is not one; leave it out")
+
+
+def _encoder(mmproj: str) -> list[Path]:
+    """Return the file of an encoder, if one is given. Raises ModelError if there is no such file."""
+    file = Path(mmproj).expanduser().absolute()
+    if mmproj and not os.path.isfile(file):
+        raise ModelError(
+            f"--mmproj {mmproj} is no file; give the GGUF file of the encoder, whose name has mmproj in it"
+        )
+    return [file] if mmproj else []
 
 
 def _parts(path: Path) -> list[Path]:

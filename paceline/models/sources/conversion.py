@@ -88,8 +88,8 @@ def require_modules(names: Sequence[str], what: str, install: str) -> None:
         raise ModelError(f"{what} needs {', '.join(missing)}; run: pip install {install}")
 
 
-def run_converter(module: str, source: str, scratch: Path, name: str, report: Report) -> None:
-    """Run `python -m module source model` in `scratch`, which is a folder.
+def run_converter(module: str, source: str, scratch: Path, name: str, report: Report, *more: str) -> None:
+    """Run `python -m module source model *more` in `scratch`, which is a folder.
 
     The child runs in `scratch`, so it imports nothing from the user's folder by mistake. If its parent was killed, the
     next start removes `scratch`, and the child can write no more.
@@ -105,7 +105,7 @@ def run_converter(module: str, source: str, scratch: Path, name: str, report: Re
     # A pipe for errors, which nobody reads meanwhile, could fill up. If the disk is full, this file is elsewhere.
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, source, "model"],
+            [sys.executable, "-m", module, source, "model", *more],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -69,7 +69,7 @@ class ModelStack:
         speculative = parse_speculative_config(config.speculative_config)
         if speculative is not None and is_draft_name(speculative):
             draft = {"model": speculative.model, "revision": speculative.revision, "quantization": "none"}
-            draft["quantization_config"] = ""
+            draft["quantization_config"] = draft["mmproj"] = ""
             name = f"{self._label}prepare (draft model)"
             folder = await self._processes.prepare(name, config.model_copy(update=draft))
             self._leases.append(lease_model(folder))

@@ -39,7 +39,10 @@ _GATEWAY = (
 """Options of `serve` that only the gateway has, and that apply to all models."""
 _MODEL = tuple(name for name in own_options(GatewayConfig) if name in ServeConfig.model_fields and name != "model")
 """Options of `serve` that the gateway has for each model."""
-_SERVE = ("prefill", "decode", "encode", "pool", "planner", "cache_dir", "cache_size", "revision", "models_file")
+_SERVE = (
+    *("prefill", "decode", "encode", "pool", "planner"),
+    *("cache_dir", "cache_size", "mmproj", "revision", "models_file"),
+)
 """Options of `serve` that no service of a fleet has."""
 _SERVICE = ("log_level", "log_format", "drain_seconds")
 """Options of `serve` that each service has."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.core.errors import ModelError
+from paceline.core.errors import ConfigError, ModelError
 from paceline.core.kv_coding import KVCoding
+from paceline.core.online_quantization import OnlineQuantization
 from paceline.engine.loading import load
 from paceline.kernels import select_kernels
-from paceline.models.config import read_format
+from paceline.models.config import read_format, weight_form
 from paceline.models.folder import count_weights
 from paceline.models.formats import find_format
 from tests.models.formats.stored import store
@@ -52,6 +54,8 @@ def test_scales_of_keys_and_values_are_left_out(
     weights = count_weights(tmp_path, read_format(tmp_path))
     add_scales(tmp_path, reference.config.num_hidden_layers, names)
     assert count_weights(tmp_path, read_format(tmp_path)) == weights
+    with pytest.raises(ConfigError, match="are quantized as") if is_fp8 else nullcontext():
+        assert weight_form(tmp_path, "mxfp8") == OnlineQuantization.of("mxfp8")  # of matrices that are not quantized
     for dtype in ("auto", "int8", "fp8_e4m3"):
         coding = KVCoding.parse(dtype, "")
         loaded = load(tmp_path, torch.float32, CPU, select_kernels(CPU), None, kv_coding=coding)

@@ -18,6 +18,10 @@ UPPER_BYTES = {
     "Q5_0": [1],
     "Q5_1": [1, 3],
     "Q8_0": [1],
+    "IQ4_NL": [1],
+    "IQ4_XS": [1],
+    "Q2_K": [81, 83],
+    "Q3_K": [109],
     "Q4_K": [1, 3],
     "Q5_K": [1, 3],
     "Q6_K": [209],
@@ -46,8 +50,10 @@ def test_blocks_stand_for_what_gguf_makes_of_them(name: str) -> None:
 def test_packed_blocks_take_the_bytes_of_the_file(name: str, instruction_set: str) -> None:
     block, kernels = BLOCK_TYPES[name], NativeKernels(1, instruction_set)
     raw = torch.randint(0, 256, (16, 3 * block.bytes), dtype=torch.uint8)
-    packed = kernels.pack(BlockMatrix(name, raw, torch.bfloat16).decode())
-    # Kernels with AMX read nibbles with scales and offsets in fp32.
-    wide = 3 * 256 // 32 * 8 - 3 * 16 if (name, instruction_set) == ("Q4_K", "amx") else 0
-    assert packed.data.nbytes == raw.nbytes + 16 * wide
+    matrix = BlockMatrix(name, raw, torch.bfloat16).decode()
+    packed = kernels.pack(matrix)
+    # Scales of 6 bits without offsets take a byte each.
+    wide = {"IQ4_XS": 2, "Q3_K": 4}.get(name, 0)
+    head = 0 if matrix.table is None else 192
+    assert packed.data.nbytes == raw.nbytes + 16 * 3 * wide + head
     assert kernels.fits(packed)

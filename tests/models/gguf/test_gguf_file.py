@@ -18,7 +18,8 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.models.files.gguf_reference import read_reference
 from paceline.models.gguf.blocks import BLOCK_TYPES
 from paceline.models.gguf.convert import convert_gguf
-from paceline.models.gguf.file import WHOLE_TYPES, GgufFile, read_whole
+from paceline.models.gguf.file import GgufFile, read_whole
+from paceline.models.gguf.types import WHOLE_TYPES
 from paceline.models.packing.packed_writing import Writing
 from paceline.models.sources import assets
 from paceline.models.sources.assets import link_folder, resolve_model

@@ -30,52 +30,65 @@ PACELINE_INLINE f32x16 look_up(const u32x16& places, const float* table) {
 #endif
 }
 
-// The codes of one block for eight values along `in`, in registers. weight(i): the weights of sixteen outputs for one
-// value, before they are rounded.
-#ifndef PACELINE_AMX
-struct Nibbles {
-    u32x16 words;
-    float zero;
-
-    Nibbles(const uint8_t* codes, int64_t eight, const TileLayout& layout)
-        : words(read<u32x16>(codes + eight * 64)), zero(layout.offsets ? 0.0f : 8.0f) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
-        const u32x16 code = words >> (i % 2 * 16 + i / 2 * 4) & 15;
-        return fma(convert<f32x16>(bits<i32x16>(code)) - zero, scale, offset);
-    }
+// Sixteen outputs at two places along `in`.
+struct TwoPlaces {
+    f32x16 first, second;
 };
-#endif
-// Nibbles with one or two more bits.
-template <int kMore>
-struct MoreBits {
-    u32x16 words, more;
+
+// Converts words of two codes of 16 bits, minus zero. Below 2^23, the last bits of a float are a whole number.
+PACELINE_INLINE TwoPlaces numbers_of(const u32x16& codes, float zero) {
+    const uint32_t magic = 0x4b000000;  // 2^23
+    return {bits<f32x16>((codes & 0xffff) | magic) - (0x1p23f + zero), bits<f32x16>(codes >> 16 | magic) - (0x1p23f + zero)};
+}
+PACELINE_INLINE TwoPlaces fma(const TwoPlaces& numbers, const f32x16& scale, const f32x16& offset) {
+    return {fma(numbers.first, scale, offset), fma(numbers.second, scale, offset)};
+}
+
+// The codes of one block for eight values along `in`, in registers. weights(pair): the weights of sixteen outputs for two of
+// these values, before they are rounded.
+// `Width` bits of each code of a block: 16-bit words [in * Width / 32][out][in % 2], lowest first.
+template <int Width>
+struct Plane {
+    u32x16 words;
+
+    Plane(const uint8_t* codes, int64_t eight)
+        : words(read<u32x16>(codes + eight * Width / 4 * 64) >> static_cast<uint32_t>(eight * Width * 4 % 16)) {}
+    // The codes of two values as halves of a word.
+    u32x16 pair(int index) const { return words >> static_cast<uint32_t>(Width * index) & ((1u << Width) - 1) * 0x10001u; }
+};
+template <>
+struct Plane<0> {
+    Plane(const uint8_t*, int64_t) {}
+    u32x16 pair(int) const { return u32x16{}; }
+};
+// Codes of 2 to 6 bits: two or four of their bits, then the others.
+template <int Bits>
+struct BitPlanes {
+    static constexpr int kLow = Bits < 4 ? 2 : 4;
+    Plane<kLow> low;
+    Plane<Bits - kLow> high;
     float zero;
 
-    MoreBits(const uint8_t* codes, int64_t eight, const TileLayout& layout)
-        : words(read<u32x16>(codes + eight * 64)),
-          more(read<u32x16>(codes + 256 + (kMore == 2 ? eight / 2 * 64 : 0)) >>
-               static_cast<uint32_t>(kMore == 2 ? eight % 2 * 8 : eight * 4)),
-          zero(layout.zero()) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
-        const u32x16 low = words >> (i % 2 * 16 + i / 2 * 4) & 15;
-        const u32x16 high = more >> (i % 2 * 16 + i / 2 * kMore) & uint32_t{kMore == 2 ? 3 : 1};
-        return fma(convert<f32x16>(bits<i32x16>(low | high << 4)) - zero, scale, offset);
+    BitPlanes(const uint8_t* codes, int64_t eight, const TileLayout& layout)
+        : low(codes, eight), high(codes + kLow * 64, eight), zero(layout.zero()) {}
+    TwoPlaces weights(int pair, const f32x16& scale, const f32x16& offset) const {
+        return fma(numbers_of(low.pair(pair) | high.pair(pair) << kLow, zero), scale, offset);
     }
 };
 // Bytes of sixteen outputs, [in / 2][out][in % 2].
 struct BytePairs {
-    u32x16 pairs[4];
+    const uint8_t* codes;
 
-    BytePairs(const uint8_t* codes, int64_t eight) {
-        for (int i = 0; i < 4; ++i) pairs[i] = convert<u32x16>(read<u16x16>(codes + (4 * eight + i) * 32));
-    }
+    BytePairs(const uint8_t* block, int64_t eight, const TileLayout&) : codes(block + eight * 128) {}
+    u16x16 pair(int index) const { return read<u16x16>(codes + index * 32); }
 };
 #ifndef PACELINE_AMX
 struct Bytes : BytePairs {
-    Bytes(const uint8_t* codes, int64_t eight, const TileLayout&) : BytePairs(codes, eight) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16& offset) const {
-        const i32x16 code = bits<i32x16>(pairs[i / 2] << (i % 2 ? 16 : 24)) >> 24;
-        return fma(convert<f32x16>(code), scale, offset);
+    using BytePairs::BytePairs;
+    TwoPlaces weights(int index, const f32x16& scale, const f32x16& offset) const {
+        const u32x16 both = convert<u32x16>(pair(index));
+        const i32x16 first = bits<i32x16>(both << 24) >> 24, second = bits<i32x16>(both << 16) >> 24;
+        return fma(TwoPlaces{convert<f32x16>(first), convert<f32x16>(second)}, scale, offset);
     }
 };
 #endif
@@ -85,14 +98,18 @@ struct TablePlaces {
 
     TablePlaces(const uint8_t* codes, int64_t eight, const TileLayout& layout)
         : words(read<u32x16>(codes + eight * 64)), table(layout.head->numbers) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16&) const {
-        return look_up(words >> (i % 2 * 16 + i / 2 * 4) & 15, table) * scale;
+    TwoPlaces weights(int pair, const f32x16& scale, const f32x16&) const {
+        const auto at = [&](int place) PACELINE_INLINED {
+            return look_up(words >> static_cast<uint32_t>(16 * place + 4 * pair) & 15, table) * scale;
+        };
+        return {at(0), at(1)};
     }
 };
 struct Float8s : BytePairs {
-    Float8s(const uint8_t* codes, int64_t eight, const TileLayout&) : BytePairs(codes, eight) {}
-    f32x16 weight(int i, const f32x16& scale, const f32x16&) const {
-        // The shift of `widen_float8` and its mask remove the other byte.
-        return widen_float8(pairs[i / 2] << (i % 2 ? 16 : 24)) * scale;
+    using BytePairs::BytePairs;
+    TwoPlaces weights(int index, const f32x16& scale, const f32x16&) const {
+        const u16x16 both = pair(index);
+        // The mask of `widen_float8` removes the other byte.
+        return {widen_float8(both << static_cast<uint16_t>(8)) * scale, widen_float8(both) * scale};
     }
 };

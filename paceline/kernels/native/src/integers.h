@@ -108,26 +108,21 @@ struct ByteCodes {
         return convert<Shorts>(read<Vector<int8_t, count>>(codes + pair * 32 + part * count));
     }
 };
-struct NibbleCodes {
+// `Width` bits of each code, as in `Plane` of codes.h.
+template <int Width>
+PACELINE_INLINE Vector<uint16_t, Shape<Shorts>::kCount> read_plane(const uint8_t* codes, int64_t pair, int part) {
+    using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
+    const auto words = read<Words16>(codes + pair * Width / 16 * 64 + part * kRegisterBytes);
+    return words >> static_cast<uint16_t>(pair * Width % 16) & static_cast<uint16_t>((1 << Width) - 1);
+}
+template <int Bits>
+struct BitPlanesCodes {
     const uint8_t* codes;
     Shorts at(int64_t pair, int part) const {
-        using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
-        const auto words = read<Words16>(codes + pair / 4 * 64 + part * kRegisterBytes);
-        return bits<Shorts>(words >> static_cast<uint16_t>(pair % 4 * 4) & 15);
-    }
-};
-// Nibbles with one or two more bits.
-template <int kMore>
-struct MoreBitsCodes {
-    const uint8_t* codes;
-    Shorts at(int64_t pair, int part) const {
-        using Words16 = Vector<uint16_t, Shape<Shorts>::kCount>;
-        const uint8_t* more = codes + 256 + (kMore == 2 ? pair / 8 * 64 : 0) + part * kRegisterBytes;
-        const Words16 low = read<Words16>(codes + pair / 4 * 64 + part * kRegisterBytes) >>
-                            static_cast<uint16_t>(pair % 4 * 4) & 15;
-        const Words16 high = read<Words16>(more) >> static_cast<uint16_t>(kMore == 2 ? pair % 8 * 2 : pair) &
-                             static_cast<uint16_t>(kMore == 2 ? 3 : 1);
-        return bits<Shorts>(low | high << 4);
+        constexpr int low_bits = Bits < 4 ? 2 : 4;
+        const auto low = read_plane<low_bits>(codes, pair, part);
+        if constexpr (Bits == low_bits) return bits<Shorts>(low);
+        else return bits<Shorts>(low | read_plane<Bits - low_bits>(codes + low_bits * 64, pair, part) << low_bits);
     }
 };
 // Places in a table of whole numbers.
@@ -264,9 +259,11 @@ struct QuantizedIntegers : Quantized<bf16> {
     void multiply_format(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
         if (layout.table) multiply_codes<Fused, TableCodes>(input, first, row, rows, sums);
         else if (layout.bits == 8) multiply_codes<Fused, ByteCodes>(input, first, row, rows, sums);
-        else if (layout.bits == 6) multiply_codes<Fused, MoreBitsCodes<2>>(input, first, row, rows, sums);
-        else if (layout.bits == 5) multiply_codes<Fused, MoreBitsCodes<1>>(input, first, row, rows, sums);
-        else multiply_codes<Fused, NibbleCodes>(input, first, row, rows, sums);
+        else if (layout.bits == 6) multiply_codes<Fused, BitPlanesCodes<6>>(input, first, row, rows, sums);
+        else if (layout.bits == 5) multiply_codes<Fused, BitPlanesCodes<5>>(input, first, row, rows, sums);
+        else if (layout.bits == 3) multiply_codes<Fused, BitPlanesCodes<3>>(input, first, row, rows, sums);
+        else if (layout.bits == 2) multiply_codes<Fused, BitPlanesCodes<2>>(input, first, row, rows, sums);
+        else multiply_codes<Fused, BitPlanesCodes<4>>(input, first, row, rows, sums);
     }
     template <bool Fused, class Codes>
     void multiply_codes(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {

@@ -41,6 +41,9 @@ enum Format : int64_t {
     // 16-bit words [out][in % 2] of its other bits, lowest first: one of [in / 2 % 16], or twice two of [in / 2 % 8].
     kFormatFiveBits = 65536,
     kFormatSixBits = 131072,
+    // Or a block has no nibbles, but such words of the two lowest bits, and then, for three bits, of the third one.
+    kFormatTwoBits = 1 << 22,
+    kFormatThreeBits = 1 << 23,
     // The eight blocks of a tile have scales of their own, times an fp16 number of each output. Scales are signed bytes
     // [block][1 or 2][out], then the numbers [out].
     kFormatByteScales = 262144,
@@ -48,6 +51,9 @@ enum Format : int64_t {
     // [block / 2][out] with two bits of a scale and two of an offset for each of two blocks, then the numbers of scales
     // [out] and of offsets [out].
     kFormatSixBitScales = 524288,
+    // Or they and the offsets have 4 bits: bytes [block][2][out] with a scale in the low nibble and an offset in the other
+    // one, then the numbers of scales [out] and of offsets [out].
+    kFormatFourBitScales = 1 << 24,
 };
 // The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
 // scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.

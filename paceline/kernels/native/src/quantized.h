@@ -16,9 +16,10 @@ static inline void multiply_nibble_rows(Worker& worker, const uint8_t* tiles, co
     _tile_zero(1);
     for (int64_t k = 0; k < in; k += kStrip) {
         const int64_t count = least(kStrip, in - k) / kDepth;
-        for (int64_t i = 0; i < count * groups; ++i, tiles += bytes) {
-            prefetch_tile(tiles, bytes);
-            unpack_rows(tiles, layout, unpacked + i * kLanes * kDepth);
+        for (int64_t i = 0; i < count * groups; ++i) {
+            const TileLayout::Block block = layout.block(tiles + i % groups * bytes, groups, k / kDepth + i / groups);
+            prefetch_tile(block.codes, bytes >> layout.span);
+            unpack_rows(block, layout, unpacked + i * kLanes * kDepth);
         }
         finish_writes();
         const bf16* weights = unpacked;
@@ -117,7 +118,7 @@ struct Quantized {
             const Quantized& own = *slices[i].matrix;
             const int64_t first = slices[i].first, groups = own.groups(first);
             if (own.layout.rows && input.columns) {
-                const uint8_t* from = own.tiles + first / kLanes * (in / kDepth) * own.layout.tile_bytes();
+                const uint8_t* from = own.tiles + first / kLanes * own.layout.tiles(in) * own.layout.tile_bytes();
                 multiply_by_rows(worker, from, own.layout, groups, input.columns, rows, in, sums + i * kOutBlock);
                 continue;
             }

@@ -47,17 +47,26 @@ PACELINE_INLINE f32x16 round_weights(const f32x16& value) {
 
 // Rounds values at two places along `in`, and stores them in a tile of packed weights from the first place on.
 template <Rounding kRounding>
-PACELINE_INLINE void store_places(float* to, const f32x16& first, const f32x16& second) {
-    store(to, round_weights<kRounding>(first));
-    store(to + kLanes, round_weights<kRounding>(second));
+PACELINE_INLINE void store_places(float* to, const TwoPlaces& weights) {
+    store(to, round_weights<kRounding>(weights.first));
+    store(to + kLanes, round_weights<kRounding>(weights.second));
 }
 template <Rounding kRounding>
-PACELINE_INLINE void store_places(bf16* to, const f32x16& first, const f32x16& second) {
+PACELINE_INLINE void store_places(bf16* to, const TwoPlaces& weights) {
     constexpr Rounding before = kRounding == Rounding::kHalf ? kRounding : Rounding::kNone;
+    const f32x16 first = round_weights<before>(weights.first), second = round_weights<before>(weights.second);
+#if defined(PACELINE_AVX512) && defined(PACELINE_BF16_PRODUCTS)
+    constexpr auto places = make<Vector<int16_t, 32>>([](int i) { return i / 2 + i % 2 * 16; });
+    const __m512i both = bits<__m512i>(_mm512_cvtne2ps_pbh(bits<__m512>(second), bits<__m512>(first)));
+    write(to, _mm512_maskz_permutexvar_epi16(0xffffffff, bits<__m512i>(places), both));
+#elif defined(PACELINE_BF16_PRODUCTS)
     u16x16 pairs[2];
-    interleave(narrow(round_weights<before>(first)), narrow(round_weights<before>(second)), pairs[0], pairs[1]);
+    interleave(narrow(first), narrow(second), pairs[0], pairs[1]);
     write(to, pairs[0]);
     write(to + kLanes, pairs[1]);
+#else
+    write(to, bits<u32x16>(round_finite(first)) >> 16 | bits<u32x16>(round_finite(second)));
+#endif
 }
 
 // Unpacks a block by one kind of codes.
@@ -68,9 +77,8 @@ static inline void unpack_block(const TileLayout::Block& block, const TileLayout
         if (const int64_t part = eight / 2; eight % 2 == 0 && part < layout.scales_per_block)
             load_part(block, layout, part, scale, offset);
         const Codes codes(block.codes, eight, layout);
-        unrolled<4>([&](int i) PACELINE_INLINED {
-            store_places<kRounding>(to + (eight * 8 + 2 * i) * kLanes, codes.weight(2 * i, scale, offset),
-                                    codes.weight(2 * i + 1, scale, offset));
+        unrolled<4>([&](int pair) PACELINE_INLINED {
+            store_places<kRounding>(to + (eight * 8 + 2 * pair) * kLanes, codes.weights(pair, scale, offset));
         });
     }
 }
@@ -145,38 +153,50 @@ static inline void prefetch_tile(const uint8_t* tile, int64_t bytes) {
 #ifdef PACELINE_AMX
 // Unpacks nibbles of kFormatRows to [16][32]. The sixteen numbers that an output's codes can mean are computed once and
 // looked up, which is half the arithmetic of computing every weight.
-static inline void unpack_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
+template <int Scales>
+static inline void unpack_rows(const TileLayout::Block& block, const TileLayout& layout, bf16* to) {
     constexpr f32x16 digits = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    alignas(64) float scale[kLanes], offset[kLanes];
-    f32x16 own = {}, added = {};
-    load_part({tile, tile, 0}, layout, 0, own, added);
-    store(scale, own);
-    store(offset, added);
+    alignas(64) float scales[Scales][kLanes], offsets[Scales][kLanes];
+    for (int part = 0; part < Scales; ++part) {
+        f32x16 scale = {}, offset = splat(-0.0f);  // the sum with it is the other number
+        load_part(block, layout, part, scale, offset);
+        store(scales[part], scale);
+        store(offsets[part], offset);
+    }
     finish_writes();  // a broadcast of one number is free from memory, but slow from a register
-    const f32x16 values = digits - (layout.offsets ? 0.0f : 8.0f);
-    const auto numbers = [&](int64_t output) {
-        const f32x16 exact = fma(values, splat(scale[output]), splat(offset[output]));
+    const f32x16 values = layout.table ? load(layout.head->numbers) : digits - layout.zero();
+    const auto numbers = [&](int64_t output, int part) {
+        const f32x16 exact = fma(values, splat(scales[part][output]), splat(offsets[part][output]));
         return bits<__m512>(layout.rounding == Rounding::kHalf ? round_to_half(exact) : exact);
     };
-    // One table has the numbers of two outputs. The fifth bit of an index selects the output.
+    // One table has the numbers of two outputs, or those of both scales of one output. The fifth bit of an index selects.
     const __m512i four_bits = _mm512_set1_epi16(15), fifth = _mm512_set1_epi16(16);
-#pragma GCC unroll 8
-    for (int64_t output = 0; output < kLanes; output += 2) {
-        const __m512i codes = read<__m512i>(tile + output / 4 * 64);
-        const __m512i table = bits<__m512i>(_mm512_cvtne2ps_pbh(numbers(output + 1), numbers(output)));
-        const __m512i first = _mm512_and_si512(_mm512_srli_epi16(codes, output % 4 * 4), four_bits);
-        const __m512i second = _mm512_ternarylogic_epi32(
-            _mm512_srli_epi16(codes, output % 4 * 4 + 4), four_bits, fifth, 0xea);  // (codes & four_bits) | fifth
-        const __m512i rows[2] = {_mm512_permutexvar_epi16(first, table), _mm512_permutexvar_epi16(second, table)};
-        memcpy(to + output * kDepth, rows, sizeof(rows));
+    const __m512i upper = _mm512_maskz_set1_epi16(0xffff0000, 16);
+    constexpr int kOutputs = 3 - Scales;
+#pragma GCC unroll 16
+    for (int64_t output = 0; output < kLanes; output += kOutputs) {
+        const __m512i codes = read<__m512i>(block.codes + output / 4 * 64);
+        const __m512 more = Scales == 1 ? numbers(output + 1, 0) : numbers(output, Scales - 1);
+        const __m512i table = bits<__m512i>(_mm512_cvtne2ps_pbh(more, numbers(output, 0)));
+        for (int64_t i = 0; i < kOutputs; ++i) {
+            const __m512i places = _mm512_srli_epi16(codes, output % 4 * 4 + i * 4);
+            const __m512i added = Scales == 2 ? upper : i ? fifth : _mm512_setzero_si512();
+            // (places & four_bits) | added
+            const __m512i index = _mm512_ternarylogic_epi32(places, four_bits, added, 0xea);
+            write(to + (output + i) * kDepth, _mm512_permutexvar_epi16(index, table));
+        }
     }
+}
+static inline void unpack_rows(const TileLayout::Block& block, const TileLayout& layout, bf16* to) {
+    if (layout.scales_per_block == 2) unpack_rows<2>(block, layout, to);
+    else unpack_rows<1>(block, layout, to);
 }
 
 // Unpacks nibbles of kFormatRows to the layout of packed weights. Returns false for all other formats.
-static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& layout, bf16* to) {
+static inline bool unpack_nibble_rows(const TileLayout::Block& block, const TileLayout& layout, bf16* to) {
     if (!layout.rows) return false;
     alignas(64) bf16 rows[kLanes * kDepth];
-    unpack_rows(tile, layout, rows);
+    unpack_rows(block, layout, rows);
     u32x16 square[kLanes];
     for (int64_t i = 0; i < kLanes; ++i) square[i] = read<u32x16>(rows + i * kDepth);
     transpose(square);
@@ -186,23 +206,25 @@ static inline bool unpack_nibble_rows(const uint8_t* tile, const TileLayout& lay
 #endif
 // Other types and instruction sets have no nibbles of kFormatRows.
 template <class T>
-static inline bool unpack_nibble_rows(const uint8_t*, const TileLayout&, T*) {
+static inline bool unpack_nibble_rows(const TileLayout::Block&, const TileLayout&, T*) {
     return false;
 }
 
 // Unpacks a block of a tile.
 template <Rounding kRounding, class T>
 static inline void unpack_one(const TileLayout::Block& block, const TileLayout& layout, T* to) {
-    if (unpack_nibble_rows(block.tile, layout, to)) return;
+    if (unpack_nibble_rows(block, layout, to)) return;
     if (layout.table) return unpack_block<TablePlaces, kRounding>(block, layout, to);
     if (layout.floats) return unpack_block<Float8s, kRounding>(block, layout, to);
-    if (layout.bits == 5) return unpack_block<MoreBits<1>, kRounding>(block, layout, to);
-    if (layout.bits == 6) return unpack_block<MoreBits<2>, kRounding>(block, layout, to);
+    if (layout.bits == 2) return unpack_block<BitPlanes<2>, kRounding>(block, layout, to);
+    if (layout.bits == 3) return unpack_block<BitPlanes<3>, kRounding>(block, layout, to);
+    if (layout.bits == 5) return unpack_block<BitPlanes<5>, kRounding>(block, layout, to);
+    if (layout.bits == 6) return unpack_block<BitPlanes<6>, kRounding>(block, layout, to);
 #ifdef PACELINE_AMX
     if (layout.bits == 4) unpack_by_pairs<Nibbles, kRounding>(block, layout, to);
     else unpack_by_pairs<Bytes, kRounding>(block, layout, to);
 #else
-    if (layout.bits == 4) unpack_block<Nibbles, kRounding>(block, layout, to);
+    if (layout.bits == 4) unpack_block<BitPlanes<4>, kRounding>(block, layout, to);
     else unpack_block<Bytes, kRounding>(block, layout, to);
 #endif
 }
