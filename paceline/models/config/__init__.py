@@ -41,6 +41,7 @@ from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.formats import WeightFormat, find_format
+from paceline.models.formats.compressed_tensors import CompressedTensors
 from paceline.models.model_config import ModelConfig, ModelFacts
 
 _Config = TypeVar("_Config", ModelConfig, EncodersConfig)
@@ -147,6 +148,12 @@ def read_format(folder: Path) -> WeightFormat | None:
         return find_format(raw) or (find_format(nested) if isinstance(nested, Mapping) else None)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
+def rounds_input(folder: Path) -> bool:
+    """Return whether the checkpoint's format rounds activations before products (W8A8). Raises ModelError as `read_format`."""
+    stored = read_format(folder)
+    return isinstance(stored, CompressedTensors) and stored.rounds_input
 
 
 def weight_form(folder: Path, quantization: ChosenQuantization) -> WeightForm:

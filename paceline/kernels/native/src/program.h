@@ -48,6 +48,10 @@ enum Format : int64_t {
     // [block / 2][out] with two bits of a scale and two of an offset for each of two blocks, then the numbers of scales
     // [out] and of offsets [out].
     kFormatSixBitScales = 524288,
+    // Signed bytes, by which x is multiplied as signed bytes; see bytes.h. The head's factor is the scale of x, or 0 if each
+    // token has its own.
+    kFormatByteInput = int64_t{1} << 32,
+    kFormatFixedScale = int64_t{1} << 33,  // the factor is not 0
 };
 // The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
 // scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.
