@@ -22,8 +22,8 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from paceline.services.kvtransfer.transport import ArenaMemory, Source
-from paceline.services.kvtransfer.ucx import UcxTransport
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
+from paceline.services.kvtransfer.transports.ucx import UcxTransport
 
 PIECE_BYTES = 1 << 20
 """Size of one message of a gRPC stream."""

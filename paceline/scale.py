@@ -46,7 +46,7 @@ def _parse(targets: Sequence[str]) -> dict[str, Any]:
     wanted: dict[str, Any] = {}
     for target in targets:
         name, _, value = target.rpartition("=")
-        if name in ("prefill", "decode", "encode") and value.isascii() and value.isdigit():
+        if name in ("prefill", "decode", "encode", "pool") and value.isascii() and value.isdigit():
             wanted[name] = int(value)
         elif name and value in ("prefill", "decode", "standby"):
             wanted.setdefault("flip", {})[name] = value
@@ -71,8 +71,10 @@ def _have_roles(gateway: GatewayClient, roles: Mapping[str, str]) -> bool:
 def _describe(state: Mapping[str, Any]) -> str:
     parts = []
     for name, role in state.items():
-        if name == "encode" and not (role["wanted"] or role["draining"]):
-            continue  # most stacks have none
+        # A stack has pool workers or the others, and most stacks have no encode workers.
+        is_other = name in ("encode", "pool") or state.get("pool", {}).get("wanted")
+        if is_other and not (role["wanted"] or role["draining"]):
+            continue
         notes = [f"{role['ready']} ready"]
         if role["draining"]:
             notes.append(f"{role['draining']} more draining")

@@ -45,6 +45,8 @@ def render(told: Json) -> list[str]:
 
 def _asked(told: Json) -> str:
     asked = told["asked"]
+    if task := asked.get("task"):
+        return f"{task} of {_count(asked['inputs'], 'input')}"
     words = [told["endpoint"] + (", streamed" if told["streamed"] else "")]
     if told["sequences"] > 1:
         words.append(f"{asked['prompts']} x {asked['n']} choices")

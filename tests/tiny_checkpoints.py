@@ -208,17 +208,19 @@ def write_tiny(
     family: str,
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = "1GB",
+    head: str = "ForCausalLM",
     **changes: object,
 ) -> transformers.PreTrainedModel:
     """Save a tiny random model of one of FAMILIES to a folder and return the `transformers` model.
 
     Args:
+        head: end of the name of the architecture, such as "Model" or "ForSequenceClassification".
         changes: fields of its configuration.
     """
     name, own = FAMILIES[family]
     config = getattr(transformers, f"{name}Config")(**{**_SMALL, **own, **changes})
-    architecture = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-    return _save(architecture, config, folder, dtype, max_shard_size)
+    stem = name.removesuffix("Text") if head == "ForCausalLM" else name
+    return _save(getattr(transformers, f"{stem}{head}"), config, folder, dtype, max_shard_size)
 
 
 def _fixture(family: str) -> Callable[[Path], SaveTiny]:

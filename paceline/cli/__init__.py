@@ -5,6 +5,7 @@ Exit codes: 0 success; 1 a failure while running; 2 invalid input, or a machine 
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from paceline.services.common.secret import make_secret, new_key
 from paceline.top import top
 from paceline.trace import trace
 
-_EXTRAS = {"profile": "gateway", "simulate": "gateway", "run-batch": "gateway"}
+_EXTRAS = {"profile": "gateway", "simulate": "gateway", "run-batch": "gateway", "embed": "gateway"}
 """The pip extra that each command needs. A command that is neither here nor a service needs the extra "convert"."""
 
 
@@ -70,6 +71,8 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
         return simulate_fleet(arguments)
     elif name == "run-batch":
         return _run_batch(arguments)
+    elif name == "embed":
+        _embed(arguments)
     elif name == "token":
         for file in arguments["files"]:
             make_secret(file)
@@ -98,6 +101,15 @@ def _run_batch(arguments: dict[str, Any]) -> int:
         arguments["serve_flag"],
     )
     return 0 if is_good else 1
+
+
+def _embed(arguments: dict[str, Any]) -> None:
+    from paceline.embed import EmbedOptions, embed
+
+    gateway = _gateway(arguments)
+    files = arguments["input_file"], arguments["output_file"]
+    options = {field.name: arguments[field.name] for field in dataclasses.fields(EmbedOptions)}
+    embed(*files, gateway, EmbedOptions(**options))
 
 
 def _api_key(arguments: dict[str, Any]) -> str:

@@ -41,6 +41,7 @@ tools
   simulate            predict what a fleet does under a load, and what fleet it needs
   scale ROLE=N        change the numbers of workers of a running stack
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
+  embed -i F -o F     the vectors of the texts of a file, from a running stack
   prepare MODEL       fetch or convert a model and print its folder
   cache [prune]       show, or remove, converted models and packed weights
   key, token          make a key for --api-keys-file, or the secret that services share
@@ -68,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
     arguments = "--profile FILE --trace FILE | --load FILE [options]"
     simulator_options.add_options(_add_command(commands, "simulate", arguments, simulator_options.DESCRIPTION))
     _add_run_batch(commands)
+    _add_embed(commands)
     _add_keys(commands)
     _add_command(commands, "version", "", "Print the version.")
     return parser
@@ -211,6 +213,45 @@ def _add_run_batch(commands: Any) -> None:
         metavar="FLAG",
         help="flag for the stack, such as --serve-flag=--decode=2",
     )
+
+
+def _add_embed(commands: Any) -> None:
+    description = (
+        "Write the vectors of the texts of a file as a NumPy array, float32, a row for each line. The stack must run "
+        "already: paceline serve all-minilm-l6-v2. If the command is ended, the same command goes on later."
+    )
+    command = _add_command(commands, "embed", "-i FILE -o FILE [options]", description)
+    source = 'texts, one a line as JSON: "a text" or {"text": "a text"}; - is standard input'
+    command.add_argument("-i", "--input-file", type=_file_or("/dev/stdin"), required=True, metavar="FILE", help=source)
+    command.add_argument("-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the vectors")
+    _add_gateway(command)
+    command.add_argument(
+        "--model", default="", metavar="NAME", help="model to ask, if the gateway serves several that embed"
+    )
+    command.add_argument(
+        "--prompt-name",
+        default="",
+        metavar="NAME",
+        help="prompt of the model to put before each text, such as query; by default the model's default prompt",
+    )
+    command.add_argument(
+        "--dimensions", type=_positive, default=0, metavar="N", help="length of a vector; by default the model's own"
+    )
+    command.add_argument(
+        "--truncate", action="store_true", help="cut texts that are too long; otherwise they end the command"
+    )
+    command.add_argument(
+        "--batch-size", type=_positive, default=64, metavar="N", help="texts in one request [%(default)s]"
+    )
+    command.add_argument(
+        "--concurrency", type=_positive, default=4, metavar="N", help="requests at the same time [%(default)s]"
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError("it must be a whole number from 1")
+    return int(text)
 
 
 def _add_keys(commands: Any) -> None:

@@ -16,6 +16,7 @@ from paceline.core.config import (
     GatewayConfig,
     KVTransferConfig,
     PlannerConfig,
+    PoolConfig,
     ServeConfig,
     ServiceConfig,
     WorkerConfig,
@@ -48,6 +49,7 @@ SERVICES = {
     "decode": Service(WorkerConfig, "MODEL", "A worker that turns KV blocks into tokens.", "worker", "decode"),
     "worker": Service(WorkerConfig, "MODEL", "A worker that waits until it is given a role.", "worker", "standby"),
     "encode": Service(WorkerConfig, "MODEL", "A worker that turns images, frames and audio into encodings.", "worker"),
+    "pool": Service(PoolConfig, "MODEL", "A worker that turns texts into vectors, scores and labels.", "worker"),
     "kvtransfer": Service(KVTransferConfig, "", "The owner of a host's KV memory.", "worker"),
     "planner": Service(
         PlannerConfig, "", "The planner, which adds and drains workers as the load asks.", "compose,kubernetes"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ModelError
+from paceline.core.pooling_files import settings_files
 
 _FILES = ("config.json", "tokenizer.json")
 PROCESSOR_FILES = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
@@ -20,13 +21,13 @@ QUANTIZATION_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_con
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The config and the tokenizer of a model, as digests.
+    """The config and the tokenizer of a model, and what it says of pooling, as digests.
 
-    If a gateway and a worker have the same digests, they agree on token ids and on the longest context.
+    If a gateway and a worker have the same digests, they agree on token ids, on the longest context, and on prompts.
     """
 
     digest: str
-    """Digest of both files."""
+    """Digest of all these files."""
     digests: Mapping[str, str]
     """Digest of each file by its name, so that a difference can be named."""
 
@@ -41,7 +42,7 @@ class ModelFiles:
 def read_model_files(folder: Path) -> ModelFiles:
     """Return the digests of the files in a model's folder. The folder need not contain weights."""
     digest, digests = hashlib.sha256(), {}
-    for name in _FILES:
+    for name in (*_FILES, *settings_files(folder)):
         path = folder / name
         content = path.read_bytes() if path.is_file() else b""
         digest.update(f"{name}:{len(content)}:".encode() + content)
@@ -50,7 +51,7 @@ def read_model_files(folder: Path) -> ModelFiles:
 
 
 def model_digest(folder: Path) -> str:
-    """Return `ModelFiles.digest` of a model's folder: the digest of its config and its tokenizer."""
+    """Return `ModelFiles.digest` of a model's folder: the digest of its small files."""
     return read_model_files(folder).digest
 
 

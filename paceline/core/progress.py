@@ -44,24 +44,31 @@ class StatusLines:
 
 
 class Progress:
-    """The progress of a download, as bars that replace each other.
+    """The progress of a download or of other work, as bars that replace each other.
 
     Args:
-        total_bytes: size of the whole download.
+        total: size of the whole work: bytes, or a number of items.
         report: gets the bars. Each is a line that begins with "\\r" (see StatusLines).
+        items: name of the items, such as "texts"; "" for bytes.
+        done: size of the work that was done before.
     """
 
-    def __init__(self, total_bytes: int, report: Callable[[str], None]) -> None:
-        self._total = max(total_bytes, 1)
+    def __init__(self, total: int, report: Callable[[str], None], items: str = "", done: int = 0) -> None:
+        self._total = max(total, 1)
         self._report = report
+        self._items = items
+        self._done = done
         self._start = time.monotonic()
 
-    def show(self, done_bytes: int) -> None:
-        """Report that `done_bytes` have arrived."""
-        share = min(done_bytes / self._total, 1.0)
-        rate = done_bytes / max(time.monotonic() - self._start, 0.001)
+    def show(self, done: int) -> None:
+        """Report that the bytes or items up to `done` have arrived."""
+        share = min(done / self._total, 1.0)
+        rate = (done - self._done) / max(time.monotonic() - self._start, 0.001)
         bar = "#" * int(share * _BAR_CELLS)
-        self._report(f"\r[{bar:-<{_BAR_CELLS}}] {share:4.0%} of {size_text(self._total)}, {size_text(rate)}/s")
+        self._report(f"\r[{bar:-<{_BAR_CELLS}}] {share:4.0%} of {self._size(self._total)}, {self._size(rate)}/s")
+
+    def _size(self, size: float) -> str:
+        return f"{size:,.0f} {self._items}" if self._items else size_text(size)
 
 
 def size_text(size: float) -> str:

@@ -65,7 +65,8 @@ class ChunkPlanner:
 
     def prompt_chunk(self, request: Request, budget: int, is_first: bool) -> Chunk | None:
         """Return the next chunk of a prompt: at most `budget` tokens, or a longer span of media that must not be cut.
-        If the prompt has readers, its last tokens are left to a chunk of their own.
+        If the prompt has readers, its last tokens are left to a chunk of their own. A model whose tokens all see each
+        other gets the whole prompt.
 
         Returns None if the request's blocks are full, if the encoding of its next span is missing, or if this span does
         not fit.
@@ -84,12 +85,12 @@ class ChunkPlanner:
         end = min(start + piece_of(left, budget), capacity)
         if start < request.kept_len < end:  # a step can copy the state only at the beginning of a chunk
             end = request.kept_len
-        end = request.chunk_end(end, self._limits.whole_media)
+        end = len(request.token_ids) if self._limits.bidirectional else request.chunk_end(end, self._limits.whole_media)
         length = end - start
         if length <= 0 or end > capacity or (length > budget and not is_first):
             return None
         request.planned_len = end
-        samples = end == len(request.token_ids)
+        samples = end == len(request.token_ids) and request.states == "none"
         return self._launch(request, start, length, follows=False, samples=samples)
 
     def _launch(self, request: Request, start: int, length: int, follows: bool, samples: bool) -> Chunk:
@@ -109,6 +110,7 @@ class ChunkPlanner:
             prefills=not follows or leaves or end <= prompt_len,
             hands_over=samples and leaves and not request.has_readers,
             scored=0 if request.sampling.prompt_logprobs is None else max(0, min(end, prompt_len - 1) - start),
+            states=_states_of(request, start, end),
             drafts=request.drafts,
             background=request.background,
             copies=copies,
@@ -136,6 +138,14 @@ class ChunkPlanner:
     def _ask_for_blocks(self, request: Request) -> None:
         wanted = request.most_len + self._limits.max_drafts
         most = request.limit(self._limits.max_model_len)
-        if request.growing or request.only_first_token or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
+        is_short = request.only_first_token or request.states != "none"
+        if request.growing or is_short or request.capacity >= min(wanted + LOOKAHEAD_TOKENS, most):
             return
         self._residents.ask_for_blocks(request, min(wanted + GROWTH_TOKENS, most))
+
+
+def _states_of(request: Request, start: int, end: int) -> int:
+    """Return how many of the last tokens of [start, end) leave their hidden states."""
+    if request.states == "last":
+        return int(end == len(request.token_ids))
+    return end - start if request.states == "all" else 0

@@ -13,7 +13,7 @@ class Limits:
 
     max_batched_tokens: int
     """Largest number of tokens of one step; at least max_seqs. A step has more tokens only if it computes a span of
-    `whole_media` that is longer.
+    `whole_media` or a `bidirectional` context that is longer.
     """
     max_model_len: int
     max_seqs: int
@@ -22,3 +22,5 @@ class Limits:
     """Largest number of draft tokens of one request in one step."""
     whole_media: frozenset[MediaKind] = frozenset()
     """Kinds of media whose spans must not be cut: one step computes all tokens of a span (`ModelFacts.whole_media`)."""
+    bidirectional: bool = False
+    """Whether one step computes all tokens of a context (`ModelFacts.bidirectional`)."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import NO_SLOT, KVLayout
@@ -86,6 +87,10 @@ class Request:
     computed_len: int = 0
     only_first_token: bool = False
     """Whether the request leaves after its first token, because another worker decodes it in its blocks."""
+    states: Literal["none", "last", "all"] = "none"
+    """The tokens whose hidden states are the request's result. If there are any, no token is sampled, and the request
+    ends with its last token.
+    """
     has_readers: bool = False
     """Whether another host reads the blocks while they become full."""
     background: bool = False
@@ -159,7 +164,14 @@ class Request:
     def decodes(self) -> bool:
         """Whether all known tokens but the newest one are computed or in flight, so that the device continues by
         itself."""
+        if self.states != "none":
+            return False
         return any(self.launched) or (self.left_len <= 1 and self.planned_len >= self.media_end)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the request wants hidden states and has them all."""
+        return self.states != "none" and self.computed_len == len(self.token_ids)
 
     @property
     def left_len(self) -> int:

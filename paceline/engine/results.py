@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.core.context import Tail
 from paceline.engine.compute_pool import ComputePool
+from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.speculation import Speculation
 from paceline.engine.stats import SchedulerStats
@@ -19,6 +20,7 @@ from paceline.engine.step import (
     Scored,
     Sealed,
     SpareUnused,
+    States,
     Step,
     StepResult,
     Trimmed,
@@ -28,12 +30,13 @@ from paceline.engine.step import (
 class Results:
     """The part of the scheduler that updates requests with the results of steps.
 
-    Args:
-        max_model_len: tokens of the longest context.
+    If the tokens of a context see each other, its blocks depend on later tokens than their names say. So they are never
+    sealed.
     """
 
-    def __init__(self, max_model_len: int, speculation: Speculation, pool: ComputePool, stats: SchedulerStats) -> None:
-        self._max_model_len = max_model_len
+    def __init__(self, limits: Limits, speculation: Speculation, pool: ComputePool, stats: SchedulerStats) -> None:
+        self._max_model_len = limits.max_model_len
+        self._seals = not limits.bidirectional
         self._speculation = speculation
         self._pool = pool
         self._stats = stats
@@ -67,6 +70,8 @@ class Results:
         events: list[Event] = self._keep_copies(request, chunk) if chunk.copies else []
         if chunk.prefills:
             events.append(Computed(request.key, chunk.start, chunk.length, seconds))
+        if result.states is not None:
+            events.append(States(request.key, chunk.end - chunk.states, result.states))
         if result.scores:
             events.append(Scored(request.key, chunk.start + 1, result.scores))
         sampled: list[Sampled] = []
@@ -92,7 +97,7 @@ class Results:
         elif leaves and request.has_tail:
             kept = Kept(request.key, self._tail(request, request.computed_len))
             events += self._pool.hold_until_stored(request, [kept], whole=True)
-        return events, leaves
+        return events, leaves or request.is_computed
 
     def _keep_copies(self, request: Request, chunk: Chunk) -> list[Event]:
         """Return the event `Kept` for the blocks that were copied before a chunk, if it can be sent now, or
@@ -128,7 +133,7 @@ class Results:
             reports: send events about them.
         """
         events: list[Event] = []
-        for index in range(len(request.tables)):
+        for index in range(len(request.tables) if self._seals else 0):
             first, hashes = request.seal_full_blocks(index)
             if hashes:
                 self._pool.note_sealed(request, index, first, hashes)

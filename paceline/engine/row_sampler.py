@@ -59,7 +59,7 @@ def locate_chunks(chunks: Sequence[Chunk], starts: Sequence[int], query_start: S
     hidden_end = logits_end = 0
     for chunk, start, begin, end in zip(chunks, starts, query_start, query_start[1:]):
         sampled = (end - begin if chunk.follows else 1) if chunk.samples else 0
-        wanted = end - begin if chunk.scored else sampled  # all tokens before the last one have scores
+        wanted = end - begin if chunk.scored else max(sampled, chunk.states)  # all tokens but the last one have scores
         hidden = range(hidden_end, hidden_end := hidden_end + wanted)
         logits = range(logits_end, logits_end := logits_end + sampled)
         spans.append(ChunkSpan(chunk, start, range(begin, end), hidden, logits))

@@ -86,6 +86,7 @@ class Rows:
         max_len: tokens of the longest context.
         max_drafts: largest number of draft tokens after a context.
         whole_media, encodings: the arguments of `RowMedia`.
+        bidirectional: whether all tokens of a context see each other. A step computes the whole context.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Rows:
         layout: KVLayout,
         device: torch.device,
         whole_media: frozenset[MediaKind] = frozenset(),
+        bidirectional: bool = False,
         encodings: EncodingReader | None = None,
     ) -> None:
         self.token_ids = np.zeros((count, max_len + max_drafts), dtype=np.int32)
@@ -110,6 +112,7 @@ class Rows:
         self._drafts: list[Sequence[Draft]] = [()] * count
         self._counts: list[TokenCounts | None] = [None] * count
         self._layout = layout
+        self._bidirectional = bidirectional
         self._device = device
         self._on_host = device.type == "cpu"
         self._tables = [np.zeros((count, group.blocks_for(max_len)), dtype=np.uint32) for group in layout.groups]
@@ -181,6 +184,9 @@ class Rows:
             encoded, last_keys = self.media.encoded(pieces), self.media.last_keys(pieces, positions)
         if shifted:
             self.media.shift_positions(shifted, positions)
+        if self._bidirectional:
+            lengths = [end - start for _, start, end in spans]
+            last_keys = to_device(torch.from_numpy(np.repeat([end - 1 for _, _, end in spans], lengths)), self._device)
         if not self._on_host:
             tensors = [to_device(tensor, self._device) for tensor in tensors]
         groups = [

@@ -59,7 +59,8 @@ class ModelRunner:
         self._model = model
         self._drafter = drafter
         sizes = (limits.max_seqs, limits.max_model_len, limits.max_drafts)
-        self._rows = Rows(*sizes, layout, pool.device, model.config.whole_media, encodings)
+        ahead = model.config.whole_media, model.config.bidirectional
+        self._rows = Rows(*sizes, layout, pool.device, *ahead, encodings)
         self._constraints = Constraints(limits.max_seqs, grammars)
         self._sampler = RowSampler(self._rows, self._constraints, chooser, probabilistic)
         self._caches = layer_caches(layout, pool)
@@ -184,7 +185,7 @@ class ModelRunner:
         if sound < count and (sound == 0 or not chunk.follows):
             return self._fail(chunk, scores, _nan_error(hidden.dtype))
         if not chunk.samples:
-            return ChunkResult(scores=scores)
+            return ChunkResult(scores=scores, states=_states_of(hidden, span))
         try:
             # No token is drawn from NaN.
             tokens, accepted = self._sampler.verify(logits, span.logits[:sound], chunk.row, span.length, chosen)
@@ -212,6 +213,12 @@ class ModelRunner:
             targets = self._rows.token_ids[chunk.row, position + first : position + end].tolist()
             tokens += score(logits, targets, top)
         return tokens
+
+
+def _states_of(hidden: Tensor, span: ChunkSpan) -> Tensor | None:
+    """Return the hidden states that are a result of a chunk, copied, because the next step reuses their memory."""
+    count = span.chunk.states
+    return hidden[span.hidden.stop - count : span.hidden.stop].to("cpu", torch.float32, copy=True) if count else None
 
 
 def _nan_error(dtype: torch.dtype) -> ModelError:

@@ -53,7 +53,7 @@ class Scheduler:
         self._residents = Residents(self._pool, self._rows, self.stats, self._emit)
         self._chunks = ChunkPlanner(limits, speculation, self._pool, self._residents, self._emit)
         self._prompts = PromptOrder(limits.max_batched_tokens)
-        self._results = Results(limits.max_model_len, speculation, self._pool, self.stats)
+        self._results = Results(limits, speculation, self._pool, self.stats)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -117,7 +117,7 @@ class Scheduler:
             urgent = [request for request in requests if not request.background]
             requests = urgent + [each for each in requests[len(urgent) :] if each.decodes][:background]
         decoding = [request for request in requests if request.decodes and self._residents.can_run(request)]
-        prompts = [request for request in requests if not request.decodes]
+        prompts = [request for request in requests if not request.decodes and request.left_len]
         budget = self._limits.max_batched_tokens - len(decoding)
         drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torch import Tensor
+
 from paceline.core.context import Tail
 from paceline.core.errors import PacelineError
 from paceline.core.media import MediaSpan
@@ -42,6 +44,8 @@ class Chunk(NamedTuple):  # a tuple, because each step makes many of them
     """Number of prompt logprobs that the chunk gives, for the tokens at [start + 1, start + 1 + scored), because each
     token is predicted from the tokens before it.
     """
+    states: int = 0
+    """Number of the chunk's last tokens whose hidden states are a result of the step."""
     drafts: int = 0
     """Number of tokens to draft after the chosen tokens, for the next step."""
     background: bool = False
@@ -124,6 +128,8 @@ class ChunkResult:
     """Number of accepted drafts. They are the first entries of `tokens`."""
     scores: list[Token] = field(default_factory=list)
     """[chunk.scored]: prompt tokens with their logprobs."""
+    states: Tensor | None = None
+    """fp32 [chunk.states, hidden], on the CPU: hidden states after the final norm; None if there are none."""
     failure: PacelineError | None = None
     """The reason why no token can be chosen for the row; None if tokens can be chosen."""
 
@@ -191,8 +197,20 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
+class States:
+    """The hidden states of tokens [first, first + len(rows)) are known. If these are the last tokens of the context,
+    the engine has finished the request.
+    """
+
+    key: Key
+    first: int
+    rows: Tensor
+    """fp32 [tokens, hidden], on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
-    """No token can be chosen for the request. The engine has finished the request."""
+    """No token can be chosen for the request, or its hidden states are not finite. The engine has finished it."""
 
     key: Key
     error: PacelineError
@@ -263,6 +281,7 @@ Event = (
     | Computed
     | Filled
     | Scored
+    | States
     | Failed
     | Sealed
     | Kept

@@ -61,6 +61,16 @@ def select_kernels(device: torch.device, backend: str = "auto") -> Kernels:
     return _BACKENDS[backend](device)
 
 
+def kernels_beside() -> Kernels:
+    """Return kernels for small operations on the host beside a model's steps: they have one thread of their own, so
+    neither waits for the other.
+    """
+    try:
+        return NativeKernels(1, instruction_set())
+    except ConfigError:
+        return ReferenceKernels()
+
+
 def instruction_set_of(kernels: Kernels, device: torch.device) -> str:
     """Return the value of `Numerics.instruction_set` for `kernels` on `device`, such as "avx2" or "triton sm_90"."""
     if isinstance(kernels, NativeKernels):

@@ -46,8 +46,14 @@ class EncoderKernels(Protocol):
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """Return (x - mean) / sqrt(variance + eps) * weight + bias over the last dimension."""
 
+    def add_layer_norm(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Return the layer norm of x + y, with the bits of `add` and then `layer_norm`."""
+
     def gelu(self, x: Tensor) -> Tensor:
         """Return gelu(x), elementwise, in its exact form."""
+
+    def gelu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return gelu(gate) * up, elementwise, with gelu in its exact form. Both are [tokens, size]."""
 
     def gelu_tanh(self, x: Tensor) -> Tensor:
         """Return gelu(x), elementwise, in its tanh form."""
@@ -85,8 +91,14 @@ class TorchEncoding:
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
+    def add_layer_norm(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self.layer_norm(x + y, weight, bias, eps)
+
     def gelu(self, x: Tensor) -> Tensor:
         return F.gelu(x)
+
+    def gelu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate) * up
 
     def gelu_tanh(self, x: Tensor) -> Tensor:
         return F.gelu(x, approximate="tanh")

@@ -277,6 +277,7 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
+        both_sides: bool = False,
     ) -> Tensor:
         """Return causal attention of queries [tokens, heads, head_dim] over their paged contexts, in the same shape.
 
@@ -285,7 +286,9 @@ class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Prot
         Args:
             sinks: fp32 [heads]: a further score of each query, for a key whose value is 0.
             looks_ahead: whether queries see keys up to `batch.last_keys`, if the batch has it, instead of up to their
-                own position. A window bounds only the keys before a query.
+                own position.
+            both_sides: whether a window also bounds the keys after a query, to as many as before it. Otherwise it
+                bounds only the keys before a query.
         """
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -110,6 +110,7 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
+        both_sides: bool = False,
     ) -> Tensor:
         out = torch.empty_like(queries)
         last_keys = batch.last_keys if looks_ahead else None
@@ -124,6 +125,8 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
             if end - start > 1:
                 positions = torch.arange(context_len - (end - start), context_len, device=queries.device)
                 last = positions if last_keys is None else last_keys[start:end]
+                if both_sides and group.window:
+                    last = last.minimum(positions + group.window - 1)
                 mask = _mask(positions, last, first_key, context_len, group.window)
             own = queries[start:end].to(keys.dtype)  # numbers of 8-bit codes are fp32
             out[start:end] = _attend(own, keys, values, mask, scale, softcap, sinks)

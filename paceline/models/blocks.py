@@ -18,6 +18,11 @@ from paceline.models.order import gated_order
 from paceline.models.rotary import Rotation, rotary_order
 
 
+def tensor_name(place: str, name: str) -> str:
+    """Return the name of a tensor below a prefix, which may be empty."""
+    return f"{place}.{name}" if place else name
+
+
 class Linear:
     """A linear layer: x [tokens, in] -> [tokens, out]."""
 
@@ -184,6 +189,7 @@ class Attention:
             attention.scale,
             sinks=self._sinks,
             looks_ahead=attention.looks_ahead,
+            both_sides=attention.both_sides,
         )
         rows = attended.flatten(1)
         return self._o(rows if gate is None else kernels.sigmoid_and_mul(gate, rows))
@@ -223,18 +229,20 @@ class GatedMLP:
 
 
 class Embedding:
-    """The token embedding and the projection of hidden states to logits, which may share one matrix."""
+    """The token embedding and the projection of hidden states to logits, which may share one matrix. A checkpoint that
+    only pools has no projection.
+    """
 
     def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, place: str = "model") -> None:
         shape = (config.vocab_size, config.hidden_size)
-        embedding = f"{place}.embed_tokens.weight"
+        embedding = tensor_name(place, "embed_tokens.weight")
         head = "language_model.lm_head.weight" if place == "language_model.model" else "lm_head.weight"
         # Like transformers: a checkpoint that has two different matrices is right, and its config is not.
-        tied = config.tie_word_embeddings and weights.is_one_matrix(embedding, head)
+        tied = config.has_head and config.tie_word_embeddings and weights.is_one_matrix(embedding, head)
         if tied and not weights.has(embedding) and weights.has(head):
             embedding = head
         self._embedding = weights.take_packed(embedding, *shape)
-        self._head = self._embedding if tied else weights.take_packed(head, *shape)
+        self._head = self._embedding if tied or not config.has_head else weights.take_packed(head, *shape)
         self._softcap = config.logit_softcap
         self._divisor = config.logits_divisor
         self._kernels = kernels

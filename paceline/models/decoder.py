@@ -9,7 +9,7 @@ from torch import Tensor
 from paceline.core.kv_coding import KVCoding
 from paceline.kernels.interface import ForwardInputs, Kernels, Logits, NormKind
 from paceline.models.base import EncodedRows, Weights, kv_groups
-from paceline.models.blocks import AttentionStep, Embedding, RMSNorm
+from paceline.models.blocks import AttentionStep, Embedding, RMSNorm, tensor_name
 from paceline.models.layers import Layer, run_layers
 from paceline.models.model_config import ModelConfig
 from paceline.models.rotary import Rotary
@@ -34,10 +34,12 @@ drafts.
 
 
 def text_place(weights: Weights) -> str:
-    """Return the prefix of the text model's tensors: inside a model for several media, it has one of two spellings."""
+    """Return the prefix of the text model's tensors. Inside a model for several media, it has one of two spellings. A
+    checkpoint of the layers alone, without a head, has no prefix.
+    """
     # All have this tensor. The embedding may be missing if it is the head's matrix.
-    nested = ("model.language_model", "language_model.model")
-    return next((place for place in nested if weights.has(f"{place}.norm.weight")), "model")
+    places = ("model.language_model", "language_model.model", "")
+    return next((place for place in places if weights.has(tensor_name(place, "norm.weight"))), "model")
 
 
 class Decoder:
@@ -61,13 +63,16 @@ class Decoder:
         embedding_scale: float = 1.0,
     ) -> None:
         self.place = place = text_place(weights)
-        self.unread: Sequence[str] = _MEDIA if place != "model" else ()
+        self.unread: Sequence[str] = _MEDIA if place not in ("model", "") else ()
         self.config = config
         self.group_shapes, self.layer_groups = kv_groups(config)
         self._embedding = Embedding(config, weights, kernels, place)
         self._embedding_scale = embedding_scale
-        self._layers = [make_layer(layer, f"{place}.layers.{layer}") for layer in range(config.num_layers)]
-        self._norm = RMSNorm(weights, f"{place}.norm", config.hidden_size, config.norm_eps, kernels, norm_kind)
+        layers = tensor_name(place, "layers")
+        self._layers = [make_layer(layer, f"{layers}.{layer}") for layer in range(config.num_layers)]
+        self._norm = RMSNorm(
+            weights, tensor_name(place, "norm"), config.hidden_size, config.norm_eps, kernels, norm_kind
+        )
         self._rotary = Rotary(config, self._embedding.device, kernels)
 
     def code_kv(self, coding: KVCoding) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.core.config import ChosenQuantization, ModelImpl
 from paceline.core.model_folder import PROCESSOR_FILES, QUANTIZATION_FILES
 from paceline.core.online_quantization import as_online
+from paceline.core.pooling_files import pooling_files
 from paceline.models.config import implementation
 from paceline.models.files.content import FileContent, read_content
 from paceline.models.files.gguf_reference import REFERENCE_FILE, gguf_files, has_reference, read_reference
@@ -76,9 +77,11 @@ def _is_weight(name: str) -> bool:
 
 
 def _files(folder: Path, code: str) -> list[Path]:
-    """Return the files that a worker computes with: config, weights, how media are scaled, and code of the folder."""
+    """Return the files that a worker computes with: config, weights, how media are scaled, how hidden states are
+    pooled, and code of the folder.
+    """
     adapted = _ADAPTED if code != "native" else ()
-    small = ["config.json", *QUANTIZATION_FILES, *PROCESSOR_FILES, REFERENCE_FILE, *adapted]
+    small = ["config.json", *QUANTIZATION_FILES, *PROCESSOR_FILES, REFERENCE_FILE, *adapted, *pooling_files(folder)]
     found = [path for name in small if (path := folder / name).is_file()]
     code_files = sorted(folder.rglob("*.py")) if code != "native" else []
     return [*found, *weight_files(folder), *gguf_files(folder), *code_files]

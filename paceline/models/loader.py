@@ -38,6 +38,9 @@ from paceline.models.registry import MODELS
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
+_POOLING_HEADS = ("score.",)
+"""Beginnings of the names of tensors that poolers read."""
+
 Built = TypeVar("Built")
 
 
@@ -82,7 +85,8 @@ def load_model(
         model = MODELS[config.architecture](config, weights, kernels)
         layers = range(config.num_layers, config.num_layers + config.unused_layers)
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
-        weights.finish((*unread, *(_HEADS if config.tie_word_embeddings else ())))
+        heads = _POOLING_HEADS if not config.has_head else _HEADS if config.tie_word_embeddings else ()
+        weights.finish((*unread, *heads))
         return model
 
     return CompiledModel(_with_packed(build, path, dtype, packer, packed_dir), kernels)

@@ -98,7 +98,11 @@ class AttentionConfig:
     sinks: bool = False
     """Whether each head has a learned score that takes part in the softmax as if it were a key without a value."""
     looks_ahead: bool = False
-    """Whether tokens of an image or a frame also attend to its later tokens. A window limits only earlier tokens."""
+    """Whether tokens of an image or a frame also attend to its later tokens. A window limits only earlier tokens. If
+    the model is `bidirectional`, all tokens attend to later tokens.
+    """
+    both_sides: bool = False
+    """Whether a window also limits later tokens, to as many as before the query."""
     latent: Latent | None = None
     """If given, heads attend to latent vectors as to one KV head, whose keys of size `head_dim` are values as well."""
 
@@ -148,6 +152,14 @@ class ModelFacts(Protocol):
     @property
     def has_grids(self) -> bool:
         """Whether spans of media have a grid, because positions have three dimensions."""
+
+    @property
+    def bidirectional(self) -> bool:
+        """Whether all tokens of a context see each other, so that one step must compute the whole context."""
+
+    @property
+    def only_pools(self) -> bool:
+        """Whether the model has no next token: it gives vectors or labels only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +263,10 @@ class ModelConfig:
     deepstack_layers: int = 0
     """Number of layers, from the first, after which a further part of an encoding's row is added to a placeholder
     token (deepstack, https://arxiv.org/abs/2406.04334)."""
+    bidirectional: bool = False
+    """Whether all tokens of a context see each other, as in `ModelFacts`."""
+    has_head: bool = True
+    """Whether the checkpoint has a head that gives logits of the next token. Other checkpoints only pool."""
     mlp_bias: bool = False
     logit_softcap: float = 0.0
     """Bound of logits: they become bound * tanh(logits / bound); 0 is off."""
@@ -266,8 +282,13 @@ class ModelConfig:
     @property
     def whole_media(self) -> frozenset[MediaKind]:
         """Kinds of media whose spans one step must compute whole, as in `ModelFacts`."""
-        looks_ahead = any(attention.looks_ahead for attention in self.attention.values())
+        looks_ahead = not self.bidirectional and any(each.looks_ahead for each in self.attention.values())
         return frozenset({MediaKind.IMAGE, MediaKind.VIDEO_FRAME} if looks_ahead else ())
+
+    @property
+    def only_pools(self) -> bool:
+        """Whether the model has no next token, as in `ModelFacts`."""
+        return self.bidirectional or not self.has_head
 
     @property
     def has_grids(self) -> bool:

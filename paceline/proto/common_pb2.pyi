@@ -61,6 +61,8 @@ class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.Val
     """Compute logprobs of the prompt's tokens and no new token, by Compute.Run."""
     WORK_KIND_ENCODE: _WorkKind.ValueType  # 3
     """Compute the encoding of an image, a frame or audio, by Compute.Run."""
+    WORK_KIND_POOL: _WorkKind.ValueType  # 4
+    """Compute vectors or labels of many inputs, by Compute.Run. Each input is a context of its own."""
 
 class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
     """What a worker does with a context. It decides which worker and which RPC method is used."""
@@ -72,7 +74,65 @@ WORK_KIND_SCORE: WorkKind.ValueType  # 2
 """Compute logprobs of the prompt's tokens and no new token, by Compute.Run."""
 WORK_KIND_ENCODE: WorkKind.ValueType  # 3
 """Compute the encoding of an image, a frame or audio, by Compute.Run."""
+WORK_KIND_POOL: WorkKind.ValueType  # 4
+"""Compute vectors or labels of many inputs, by Compute.Run. Each input is a context of its own."""
 Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
+
+class _PoolTask:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolTaskEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolTask.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_TASK_UNKNOWN: _PoolTask.ValueType  # 0
+    POOL_TASK_EMBED: _PoolTask.ValueType  # 1
+    """One vector of the whole input."""
+    POOL_TASK_TOKEN_EMBED: _PoolTask.ValueType  # 2
+    """One vector of each token that the model keeps."""
+    POOL_TASK_CLASSIFY: _PoolTask.ValueType  # 3
+    """One number for each label."""
+    POOL_TASK_TOKEN_CLASSIFY: _PoolTask.ValueType  # 4
+    """One number for each label and token."""
+    POOL_TASK_SCORE: _PoolTask.ValueType  # 5
+    """One number that says how well two texts fit together."""
+    POOL_TASK_SPARSE: _PoolTask.ValueType  # 6
+    """One weight of each token that the model keeps."""
+
+class PoolTask(_PoolTask, metaclass=_PoolTaskEnumTypeWrapper):
+    """What is computed from the hidden states of an input."""
+
+POOL_TASK_UNKNOWN: PoolTask.ValueType  # 0
+POOL_TASK_EMBED: PoolTask.ValueType  # 1
+"""One vector of the whole input."""
+POOL_TASK_TOKEN_EMBED: PoolTask.ValueType  # 2
+"""One vector of each token that the model keeps."""
+POOL_TASK_CLASSIFY: PoolTask.ValueType  # 3
+"""One number for each label."""
+POOL_TASK_TOKEN_CLASSIFY: PoolTask.ValueType  # 4
+"""One number for each label and token."""
+POOL_TASK_SCORE: PoolTask.ValueType  # 5
+"""One number that says how well two texts fit together."""
+POOL_TASK_SPARSE: PoolTask.ValueType  # 6
+"""One weight of each token that the model keeps."""
+Global___PoolTask: _TypeAlias = PoolTask  # noqa: Y015
+
+class _PoolRole:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolRoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PoolRole.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOL_ROLE_UNKNOWN: _PoolRole.ValueType  # 0
+    POOL_ROLE_QUERY: _PoolRole.ValueType  # 1
+    POOL_ROLE_DOCUMENT: _PoolRole.ValueType  # 2
+
+class PoolRole(_PoolRole, metaclass=_PoolRoleEnumTypeWrapper):
+    """What inputs are, for models whose vectors of tokens differ between the two."""
+
+POOL_ROLE_UNKNOWN: PoolRole.ValueType  # 0
+POOL_ROLE_QUERY: PoolRole.ValueType  # 1
+POOL_ROLE_DOCUMENT: PoolRole.ValueType  # 2
+Global___PoolRole: _TypeAlias = PoolRole  # noqa: Y015
 
 class _MediaKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -347,6 +407,91 @@ class Constraint(_message.Message):
 Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
+class PoolInput(_message.Message):
+    """One input of work of the kind POOL."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SECOND_START_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MEDIA_FIELD_NUMBER: _builtins.int
+    second_start: _builtins.int
+    """Number of tokens before the second text of a pair; 0 if the input is a single text."""
+    prompt_tokens: _builtins.int
+    """Number of tokens at the front that are an instruction, for models that leave it out of their means."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
+        """Spans of media in token_ids, in order."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        second_start: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        media: _abc.Iterable[Global___MediaSpan] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "prompt_tokens", b"prompt_tokens", "second_start", b"second_start", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolInput: _TypeAlias = PoolInput  # noqa: Y015
+
+@_typing.final
+class PoolWork(_message.Message):
+    """The inputs of work of the kind POOL, and what to compute from them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TASK_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    DIMENSIONS_FIELD_NUMBER: _builtins.int
+    NORMALIZE_FIELD_NUMBER: _builtins.int
+    ACTIVATION_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    task: Global___PoolTask.ValueType
+    dimensions: _builtins.int
+    """Length to which vectors are cut before they are normalized; 0 keeps the model's own."""
+    normalize: _builtins.bool
+    """Whether vectors get the length 1. Absent: as the checkpoint says."""
+    activation: _builtins.bool
+    """Whether numbers of labels are made probabilities. Absent: as the checkpoint says."""
+    role: Global___PoolRole.ValueType
+    @_builtins.property
+    def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolInput]:
+        """At least one. Each has at least one token."""
+
+    def __init__(
+        self,
+        *,
+        task: Global___PoolTask.ValueType = ...,
+        inputs: _abc.Iterable[Global___PoolInput] | None = ...,
+        dimensions: _builtins.int = ...,
+        normalize: _builtins.bool | None = ...,
+        activation: _builtins.bool | None = ...,
+        role: Global___PoolRole.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "_normalize", b"_normalize", "activation", b"activation", "normalize", b"normalize"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_activation", b"_activation", "_normalize", b"_normalize", "activation", b"activation", "dimensions", b"dimensions", "inputs", b"inputs", "normalize", b"normalize", "role", b"role", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__activation: _TypeAlias = _typing.Literal["activation"]  # noqa: Y015
+    _WhichOneofArgType__activation: _TypeAlias = _typing.Literal["_activation", b"_activation"]  # noqa: Y015
+    _WhichOneofReturnType__normalize: _TypeAlias = _typing.Literal["normalize"]  # noqa: Y015
+    _WhichOneofArgType__normalize: _TypeAlias = _typing.Literal["_normalize", b"_normalize"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__activation) -> _WhichOneofReturnType__activation | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__normalize) -> _WhichOneofReturnType__normalize | None: ...
+
+Global___PoolWork: _TypeAlias = PoolWork  # noqa: Y015
+
+@_typing.final
 class MediaSpan(_message.Message):
     """A run of placeholder tokens, for which the model reads rows of an encoding."""
 
@@ -436,6 +581,7 @@ class Work(_message.Message):
     KIND_FIELD_NUMBER: _builtins.int
     MEDIA_FIELD_NUMBER: _builtins.int
     MEDIA_INPUT_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
@@ -489,6 +635,10 @@ class Work(_message.Message):
         """Only for WORK_KIND_ENCODE, which has no token_ids."""
 
     @_builtins.property
+    def pool(self) -> Global___PoolWork:
+        """Only for WORK_KIND_POOL, which has no token_ids either."""
+
+    @_builtins.property
     def tails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Numbers of tokens at the front of token_ids after which other requests have ended, as far as the gateway knows.
         Blocks that end there may be cached, full or not.
@@ -508,6 +658,7 @@ class Work(_message.Message):
         kind: Global___WorkKind.ValueType = ...,
         media: _abc.Iterable[Global___MediaSpan] | None = ...,
         media_input: Global___MediaInput | None = ...,
+        pool: Global___PoolWork | None = ...,
         background: _builtins.bool = ...,
         tails: _abc.Iterable[_builtins.int] | None = ...,
         ttft_seconds: _builtins.float | None = ...,
@@ -515,9 +666,9 @@ class Work(_message.Message):
         shared_tokens: _builtins.int = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "pool", b"pool", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "pool", b"pool", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015

@@ -135,7 +135,7 @@ class Member(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Only prefill, decode and encode workers have it."""
+        """Only prefill, decode, encode and pool workers have it."""
 
     @_builtins.property
     def keys(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeyUse]:
@@ -147,7 +147,7 @@ class Member(_message.Message):
 
     @_builtins.property
     def work(self) -> Global___WorkReport:
-        """For the planner. Only prefill, decode and encode workers have it."""
+        """For the planner. Only prefill, decode, encode and pool workers have it."""
 
     @_builtins.property
     def plan(self) -> Global___PlanReport:

@@ -259,6 +259,7 @@ class ComputeEvent(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     INPUT_NEEDED_FIELD_NUMBER: _builtins.int
     ENCODED_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def opened(self) -> Global___Opened: ...
@@ -273,6 +274,8 @@ class ComputeEvent(_message.Message):
     @_builtins.property
     def encoded(self) -> Global___Encoded: ...
     @_builtins.property
+    def pooled(self) -> Global___Pooled: ...
+    @_builtins.property
     def report(self) -> Global___Report: ...
     def __init__(
         self,
@@ -283,13 +286,14 @@ class ComputeEvent(_message.Message):
         computed: Global___Computed | None = ...,
         input_needed: Global___InputNeeded | None = ...,
         encoded: Global___Encoded | None = ...,
+        pooled: Global___Pooled | None = ...,
         report: Global___Report | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "computed", b"computed", "encoded", b"encoded", "event", b"event", "input_needed", b"input_needed", "opened", b"opened", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "prompt_logprobs", "alive", "computed", "input_needed", "encoded"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["opened", "prompt_logprobs", "alive", "computed", "input_needed", "encoded", "pooled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -311,6 +315,72 @@ class Computed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Computed: _TypeAlias = Computed  # noqa: Y015
+
+@_typing.final
+class Pooled(_message.Message):
+    """Results of inputs [first, first + len(rows)) of PoolWork.inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    ERRORS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    dim: _builtins.int
+    """Number of values in a row."""
+    data: _builtins.bytes
+    """The rows of all these inputs, as 32-bit floats, little endian."""
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Number of rows of each of these inputs: 1, or one for each token that the model keeps. 0 if it has an error, or if
+        no token is kept.
+        """
+
+    @_builtins.property
+    def errors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PoolError]:
+        """Inputs that have no result, because it is not finite. The other inputs are not affected."""
+
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        rows: _abc.Iterable[_builtins.int] | None = ...,
+        dim: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+        errors: _abc.Iterable[Global___PoolError] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "dim", b"dim", "errors", b"errors", "first", b"first", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pooled: _TypeAlias = Pooled  # noqa: Y015
+
+@_typing.final
+class PoolError(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INPUT_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    input: _builtins.int
+    """Index in PoolWork.inputs."""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        input: _builtins.int = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PoolError: _TypeAlias = PoolError  # noqa: Y015
 
 @_typing.final
 class InputNeeded(_message.Message):

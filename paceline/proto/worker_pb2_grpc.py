@@ -249,6 +249,9 @@ class ComputeServicer:
         Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
         host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
         the worker keeps the encoding until the gateway cancels the call.
+
+        Work of the kind POOL has its inputs in `pool`. Pool workers serve it if the model has no decoder, else the workers
+        above. After Opened come events Pooled, in which each input is once, and then Computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -127,6 +127,9 @@ class ComputeStub:
     Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
     host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
     the worker keeps the encoding until the gateway cancels the call.
+
+    Work of the kind POOL has its inputs in `pool`. Pool workers serve it if the model has no decoder, else the workers
+    above. After Opened come events Pooled, in which each input is once, and then Computed.
     """
 
 @_typing.type_check_only
@@ -141,6 +144,9 @@ class ComputeAsyncStub(ComputeStub):
     Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
     host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
     the worker keeps the encoding until the gateway cancels the call.
+
+    Work of the kind POOL has its inputs in `pool`. Pool workers serve it if the model has no decoder, else the workers
+    above. After Opened come events Pooled, in which each input is once, and then Computed.
     """
 
 class ComputeServicer(metaclass=_abc_1.ABCMeta):
@@ -158,6 +164,9 @@ class ComputeServicer(metaclass=_abc_1.ABCMeta):
         Work of the kind ENCODE has one span in `media`, which names the encoding. It may leave out media_input if the
         host probably has the encoding. Its last event is InputNeeded, and then the call ends, or Encoded. After Encoded,
         the worker keeps the encoding until the gateway cancels the call.
+
+        Work of the kind POOL has its inputs in `pool`. Pool workers serve it if the model has no decoder, else the workers
+        above. After Opened come events Pooled, in which each input is once, and then Computed.
         """
 
 def add_ComputeServicer_to_server(servicer: ComputeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -16,7 +16,7 @@ from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.step_times import Delay, Profile
 from paceline.services.gateway.routing.candidates import Placement
-from paceline.services.kvtransfer.lease import TRANSFER
+from paceline.services.kvtransfer.ledger.lease import TRANSFER
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers

@@ -17,7 +17,7 @@ from paceline.services.gateway.queueing.claim import Demand, QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need
 from paceline.services.gateway.routing.router import place
-from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
+from paceline.services.kvtransfer.ledger.lease_book import GRACE_SECONDS
 from paceline.simulator.attempts import Attempts
 from paceline.simulator.events import Events
 from paceline.simulator.known_workers import KnownWorkers

@@ -14,8 +14,8 @@ from paceline.core.step_times import Profile
 from paceline.core.types import Key
 from paceline.engine.chunk_planner import GROWTH_TOKENS
 from paceline.services.gateway.fleet.members import MEASURED_BYTES
-from paceline.services.kvtransfer.lease import TRANSFER
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import TRANSFER
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 from paceline.simulator.sequence import HeldLease, Sequence
 
 LAYOUT = KVLayout((KVGroup(GroupShape("kv", (0,), 1, 1), BASE_TOKENS),), 2, 64, "simulated")

@@ -28,7 +28,7 @@ from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.engine.sampler import Draft
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
-from paceline.engine.step import Chunk, Computed, Event, Removed, Sampled, Trimmed
+from paceline.engine.step import Chunk, Computed, Event, Failed, Removed, Sampled, Sealed, States, Trimmed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
 from paceline.models.base import Model
@@ -110,6 +110,7 @@ class Loop:
         assistant: Gemma4Assistant | None = None,
         probabilistic: bool = False,
         code: str = "",
+        budget: int = 24,
     ) -> None:
         shapes = model.group_shapes
         layers = len(model.layer_groups)
@@ -127,6 +128,8 @@ class Loop:
             copies = BlockCopies(pool.view(here, -1), self.slots)
             own = DevicePool(self.layout, here)
         self.given_back: set[int] = set()
+        self.sealed: list[Sealed] = []
+        """Events of this kind that came while `states` ran."""
         self._slots = random.Random(1).sample(range(count), count)
         caches = layer_caches(self.layout, pool)
         drafters: dict[str, Drafter | None] = {
@@ -140,7 +143,7 @@ class Loop:
         if assistant is not None:
             assert isinstance(model, CompiledModel)
             self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
-        limits = Limits(24, MAX_TOKENS, 8, drafts, model.config.whole_media)
+        limits = Limits(budget, MAX_TOKENS, 8, drafts, model.config.whole_media, model.config.bidirectional)
         self._encodings = Encodings(model, self.slots)
         chosen = drafters[drafter]
         self._events: queue.Queue[Event] = queue.Queue()
@@ -157,6 +160,10 @@ class Loop:
             copies=copies,
         )
         self.engine.start()
+
+    def refill(self) -> None:
+        """Make all slots free again. No request may run."""
+        self._slots = random.Random(1).sample(range(len(self.slots)), len(self.slots))
 
     def tables(self) -> list[list[int]]:
         """Return block tables for one request."""
@@ -209,6 +216,28 @@ class Loop:
             elif isinstance(event, Removed):
                 left.remove(event.key)
         return list(outputs.values())
+
+    def states(self, wanted: Sequence[Request], others: Sequence[Request] = ()) -> list[torch.Tensor]:
+        """Run requests for hidden states beside others, and return the states of each: [tokens, hidden]."""
+        found: dict[Key, list[torch.Tensor]] = {request.key: [] for request in wanted}
+        for request in (*wanted, *others):
+            self.engine.add(request)
+        left = {request.key for request in (*wanted, *others)}
+        while left:
+            event = self._events.get(timeout=120)
+            assert not self._failures
+            assert not isinstance(event, Failed)
+            if isinstance(event, States):
+                found[event.key].append(event.rows)
+                if event.first + len(event.rows) == len(wanted[list(found).index(event.key)].token_ids):
+                    self.engine.remove(event.key)
+            elif isinstance(event, Sampled) and event.reason is not None:
+                self.engine.remove(event.key)
+            elif isinstance(event, Sealed):
+                self.sealed.append(event)
+            elif isinstance(event, Removed):
+                left.remove(event.key)
+        return [torch.cat(rows) for rows in found.values()]
 
     def provide(self, key: Key, index: int, encoding: torch.Tensor) -> list[int]:
         """Write an encoding to the arena, and tell a request. Return the encoding's slots."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.kernels import select_kernels
 from paceline.kernels.interface import Kernels
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -60,3 +61,42 @@ def test_a_linear_layer_with_bounds(
     assert torch.equal(kernels.clipped_linear(x, weight, endless), kernels.linear(x, weight))
     x[0, 0] = math.nan
     assert kernels.clipped_linear(x, weight, bounds)[0].isnan().all()
+
+
+@on_dtypes
+@pytest.mark.parametrize("size", [1, 16, 40, 100])
+def test_layer_norms_and_gelus_of_any_size(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
+    x, y, up = (3 * torch.randn(3, 7, size)).to(dtype)
+    weight, bias = torch.randn(2, size).to(dtype)
+    close(kernels.gelu(x), torch.nn.functional.gelu(x.float()))
+    activated = kernels.gelu_and_mul(x, up)
+    close(activated, torch.nn.functional.gelu(x.float()).to(dtype).float() * up.float())
+    for own_bias in (bias, None):
+        normed = kernels.add_layer_norm(x, y, weight, own_bias, 0.1)
+        assert torch.equal(normed, kernels.layer_norm(kernels.add(x, y), weight, own_bias, 0.1))
+
+
+def test_gelu_is_exact_for_large_and_small_numbers(kernels: Kernels) -> None:
+    x = torch.cat((torch.linspace(-14, 14, 4001), torch.tensor([0.0, 1e-30, -1e-30, 1e4, -1e4]))).view(-1, 1)
+    expected = torch.nn.functional.gelu(x.double()).float()
+    torch.testing.assert_close(kernels.gelu(x), expected, atol=1e-6, rtol=1e-6)
+    assert kernels.gelu(torch.full((1, 1), math.nan)).isnan().all()
+
+
+@on_dtypes
+@pytest.mark.parametrize("name", ["native", "reference"])
+def test_layer_norms_and_gelus_of_a_row_depend_on_no_other_row(name: str, dtype: torch.dtype) -> None:
+    kernels = select_kernels(torch.device("cpu"), name)
+    x, y = torch.randn(2, 300, 72).to(dtype)
+    weight, bias = torch.randn(2, 72).to(dtype)
+
+    def results(rows: slice) -> list[Tensor]:
+        own, other = x[rows], y[rows]
+        norms = [kernels.add_layer_norm(own, other, weight, bias, 1e-12), kernels.layer_norm(own, weight, bias, 1e-12)]
+        # Those of the reference are torch's, which may compute the elements at the end of a tensor in another way.
+        return norms + ([kernels.gelu(own), kernels.gelu_and_mul(own, other)] if name == "native" else [])
+
+    whole = results(slice(None))
+    for place in (0, 1, 133, 299):
+        alone = results(slice(place, place + 1))
+        assert all(torch.equal(one[0], every[place]) for one, every in zip(alone, whole, strict=True))

@@ -31,10 +31,15 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 def naive_attention(
-    case: Any, scale: float, softcap: float, sinks: Tensor | None = None, looks_ahead: bool = False
+    case: Any,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
+    looks_ahead: bool = False,
+    both_sides: bool = False,
 ) -> Tensor:
     """Compute attention for one query, head and key at a time. A query at p sees positions (p - window, p], or up to
-    its last key."""
+    its last key, or up to that or p + window - 1."""
     out = torch.zeros_like(case.queries, dtype=torch.float64)
     heads, kv_heads = case.queries.shape[1], case.keys[0].shape[1]
     for request, context in enumerate(case.batch.context_len):
@@ -43,8 +48,10 @@ def naive_attention(
         for token in range(start, end):
             position = context - (end - token)
             first = max(0, position - case.window + 1) if case.window else 0
+            last = int(case.batch.last_keys[token]) if looks_ahead else position
+            last = min(last, position + case.window - 1) if both_sides else last
             for head in range(heads):
-                seen = slice(first, (int(case.batch.last_keys[token]) if looks_ahead else position) + 1)
+                seen = slice(first, last + 1)
                 shared = head // (heads // kv_heads)
                 scores = keys[seen, shared] @ case.queries[token, head].double() * scale
                 if softcap:
@@ -84,6 +91,18 @@ def test_attention_with_sinks(
     assert not actual[:, 3].any()
     without = run_attention(kernels, case, softcap=softcap)
     close(actual[:, 4], without[:, 4].double())
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(7, FP32), pytest.param(70, BF16, marks=pytest.mark.thorough)], ids=str)
+def test_a_window_may_bound_both_sides(
+    kernels: Kernels, paged_case: Callable[..., Any], window: int, dtype: torch.dtype
+) -> None:
+    lengths = [(1, 1), (33, 33), (60, 60), (300, 300)]
+    case = paged_case(
+        kernels, lengths, window=window, dtype=dtype, spans={i: [(0, n)] for i, (n, _) in enumerate(lengths)}
+    )
+    actual = kernels.attention(case.queries, case.cache, case.batch, case.group, 0.25, 0.0, None, True, True)
+    close(actual, naive_attention(case, 0.25, 0.0, looks_ahead=True, both_sides=True))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline.core.errors import PacelineError, StaleError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import TRANSFER, Lease, State
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease, State
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 from tests.proof import judge
 from tests.proof.parties import Op
 from tests.proof.world import Violation, World, is_encoding, is_prefix, origin
@@ -69,7 +69,7 @@ def _call(world: World, ledger: Ledger, op: Op) -> Answer:
 
 
 def _adopt(ledger: Ledger, session: int, key: Key, now: float) -> Lease:
-    """Adopt a lease if it is filled, as services/kvtransfer/adoptions.py does."""
+    """Adopt a lease if it is filled, as services/kvtransfer/ledger/adoptions.py does."""
     lease = ledger.find(key, now)
     if lease.owner != session or lease.state is not State.FILLED:
         raise StaleError(f"{session} cannot adopt {key}")

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State
+from paceline.services.kvtransfer.ledger.claim import Claim
+from paceline.services.kvtransfer.ledger.lease import NOBODY, TRANSFER, Lease, State
 from tests.proof.parties import Asked, Block, Job, Op, Transfer, Word
 from tests.proof.world import World, kind_of, origin
 

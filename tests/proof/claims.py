@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.kv_layout import NO_SLOT
-from paceline.services.kvtransfer.claim import Claim
+from paceline.services.kvtransfer.ledger.claim import Claim
 from tests.proof import worker
 from tests.proof.parties import DECODE, PREFILL, Job
 from tests.proof.world import World

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.services.kvtransfer.lease import Lease
+from paceline.services.kvtransfer.ledger.lease import Lease
 from tests.proof.calls import Answer
 from tests.proof.parties import PREFILL, READ, Job, JobId
 from tests.proof.world import World, origin, tables_of

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import NOBODY, TRANSFER, Lease, State
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import NOBODY, TRANSFER, Lease, State
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 from tests.proof.ledger_copy import copy_ledger
 from tests.proof.parties import Job, Op, Transfer
 from tests.proof.world import Host, Violation, World, blocks_of, is_prefix

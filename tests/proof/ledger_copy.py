@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.lru import LRU
-from paceline.services.kvtransfer.lease import Lease
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import Lease
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 
 Owner = TypeVar("Owner")
 

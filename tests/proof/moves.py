@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import prefix_key
+from paceline.services.kvtransfer.ledger.lease import prefix_key
 from tests.proof import claims, encodings, gateway, judge, network, transfer, transfer_moves, worker
 from tests.proof.parties import DECODE, ENCODE, Job
 from tests.proof.world import Violation, World, is_encoding

@@ -9,12 +9,12 @@ import pytest
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.proto.kvtransfer_pb2 import ExportedBlock
-from paceline.services.kvtransfer.arrivals import Arrivals
-from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.flights import Flights
-from paceline.services.kvtransfer.lease import NOBODY, Lease, State
-from paceline.services.kvtransfer.lease_book import LeaseBook
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import NOBODY, Lease, State
+from paceline.services.kvtransfer.ledger.lease_book import LeaseBook
+from paceline.services.kvtransfer.ledger.ledger import Ledger
+from paceline.services.kvtransfer.transfers.arrivals import Arrivals
+from paceline.services.kvtransfer.transfers.exports import Cursor
+from paceline.services.kvtransfer.transfers.flights import Flights
 from tests.proof import claims, encodings, moves, network, transfer, worker
 from tests.proof.calls import Answer
 from tests.proof.moves import Move

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.core.errors import BusyError, PacelineError, UnavailableError
-from paceline.services.kvtransfer.lease import State
-from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
+from paceline.services.kvtransfer.ledger.lease import State
+from paceline.services.kvtransfer.ledger.lease_book import GRACE_SECONDS
 from tests.proof import judge, transfer, worker
 from tests.proof.calls import carry_out
 from tests.proof.parties import Job, JobId, Late, Op

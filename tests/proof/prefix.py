@@ -8,7 +8,7 @@ its own. The lease of the source has only cached blocks.
 from __future__ import annotations
 
 from paceline.core.prefix import lacking_links
-from paceline.services.kvtransfer.lease import Lease
+from paceline.services.kvtransfer.ledger.lease import Lease
 from tests.proof import transfer
 from tests.proof.transfer import Id
 from tests.proof.world import World, tables_of

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.core.errors import BusyError, PacelineError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import Lease
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import Lease
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 from tests.proof import judge, mutations
 from tests.proof.explore import Explorer
 from tests.proof.mutations import Patch

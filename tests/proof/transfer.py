@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from paceline.core.errors import PacelineError
 from paceline.core.types import Key
-from paceline.services.kvtransfer.arrivals import Arrivals, check_names
-from paceline.services.kvtransfer.exports import Cursor
-from paceline.services.kvtransfer.lease import TRANSFER, Lease, State
+from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease, State
+from paceline.services.kvtransfer.transfers.arrivals import Arrivals, check_names
+from paceline.services.kvtransfer.transfers.exports import Cursor
 from tests.proof import worker
 from tests.proof.calls import Answer, carry_out
 from tests.proof.judge import lives

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from paceline.services.kvtransfer.lease import State
+from paceline.services.kvtransfer.ledger.lease import State
 from tests.proof import prefix, transfer
 from tests.proof.parties import Transfer
 from tests.proof.transfer import Id

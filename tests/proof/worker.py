@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.core.errors import BusyError, UnavailableError
-from paceline.services.kvtransfer.lease import Lease, prefix_key
+from paceline.services.kvtransfer.ledger.lease import Lease, prefix_key
 from tests.proof import encodings, judge
 from tests.proof.calls import Answer
 from tests.proof.parties import DECODE, ENCODE, PREFILL, READ, Job, JobId, Op, Transfer

@@ -12,7 +12,7 @@ import pytest
 
 from bench.equality import shorten
 from bench.namespaces import ONE_HOST
-from tests.services.kvtransfer.transports import missing
+from tests.services.kvtransfer.transport_cases import missing
 from tests.stack.cluster import TOKENS, Cluster
 
 pytestmark = [pytest.mark.model, pytest.mark.stack]

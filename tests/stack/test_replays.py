@@ -1,7 +1,7 @@
 """Faults that hurt users of other servers, put into a real stack. Each test names the public threads.
 
 Replays of transfers that fail, of peers that restart and of transfers that never start are in `test_hosts.py`, which
-has the two hosts for them, and in `tests/services/kvtransfer/test_transfer_references.py`.
+has the two hosts for them, and in `tests/services/kvtransfer/transfers/test_transfer_references.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from paceline.core.config.service import (
     has_pools,
     quantization_of,
 )
-from paceline.core.config.worker import WorkerConfig
+from paceline.core.config.worker import PoolConfig, WorkerConfig
 
 __all__ = [
     "CACHE_OPTIONS",
@@ -44,6 +44,7 @@ __all__ = [
     "ModelImpl",
     "PlannerConfig",
     "PlatformName",
+    "PoolConfig",
     "Quantization",
     "RouterMode",
     "ServeConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.core.config.http import HttpOptions
 from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
 from paceline.core.options import Size, option
+from paceline.core.pooling_choice import Convert
 
 
 class GatewayConfig(ServiceConfig, HttpOptions):
@@ -58,6 +59,18 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "file with a Jinja template for the prompt of a query and a document, which are messages with these roles, as "
         "in vLLM's score templates; the request's instruction is a message with the role system. Default: the chat "
         "template if it has these roles; if not, the words of Qwen3-Reranker in the model's chat template",
+        "model",
+    )
+    convert: Convert = option(
+        "auto",
+        "auto: the model's folder says whether it makes vectors, scores or labels. embed: a model that only generates "
+        "makes vectors, too, as --pooler-config says; they are good only if it was trained for it",
+        "model",
+    )
+    pooler_config: str = option(
+        "",
+        "JSON object that says how vectors are made with --convert embed. Default: "
+        '{"pooling_type": "LAST", "normalize": true}. pooling_type: LAST, MEAN or CLS',
         "model",
     )
     max_logprobs: int = option(

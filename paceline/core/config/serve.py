@@ -26,6 +26,7 @@ from paceline.core.config.worker import WorkerConfig
 from paceline.core.errors import ConfigError
 from paceline.core.kv_coding import KVCoding
 from paceline.core.options import AutoSize, Size, help_of, option, same_option
+from paceline.core.pooling_choice import Convert
 from paceline.core.telemetry import LogFormat
 
 
@@ -59,6 +60,8 @@ class ServeConfig(PlannerOptions):
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")
     tool_call_parser: str = same_option(GatewayConfig, "tool_call_parser")
     reasoning_parser: str = same_option(GatewayConfig, "reasoning_parser")
+    convert: Convert = same_option(GatewayConfig, "convert")
+    pooler_config: str = same_option(GatewayConfig, "pooler_config")
     score_tokens: str = same_option(GatewayConfig, "score_tokens")
     score_template: str = same_option(GatewayConfig, "score_template")
     max_logprobs: int = same_option(GatewayConfig, "max_logprobs", group="model")
@@ -81,6 +84,13 @@ class ServeConfig(PlannerOptions):
         "compute prompts do it",
         "fleet",
         at_least=0,
+    )
+    pool: int = option(
+        1,
+        "pool workers, if the model is an encoder of texts, which makes vectors, scores or labels and no text: such a "
+        "model has no other workers, and other models have no pool workers",
+        "fleet",
+        at_least=1,
     )
     planner: bool = option(
         False,

@@ -1,9 +1,10 @@
-"""Options of prefill, decode and encode workers."""
+"""Options of prefill, decode, encode and pool workers."""
 
 from __future__ import annotations
 
 from pydantic import model_validator
 
+from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.service import (
     DType,
     KVCacheDType,
@@ -15,7 +16,8 @@ from paceline.core.config.service import (
     check_step_size,
 )
 from paceline.core.kv_coding import KVCoding
-from paceline.core.options import AutoSize, option
+from paceline.core.options import AutoSize, option, same_option
+from paceline.core.pooling_choice import Convert, pooling_choice
 from paceline.core.speculative import speculative_help
 
 
@@ -80,6 +82,8 @@ class WorkerConfig(ServiceConfig):
         "such code (auto_map). It can do whatever the user of this process can do. Native models never need it",
         "model",
     )
+    convert: Convert = same_option(GatewayConfig, "convert")
+    pooler_config: str = same_option(GatewayConfig, "pooler_config")
     max_model_len: int = option(
         0,
         "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
@@ -134,6 +138,12 @@ class WorkerConfig(ServiceConfig):
         "compute",
         at_least=0,
     )
+    turns_file: str = option(
+        "",
+        "file by which workers of several models on one machine take turns on its cores, such as those of a chat model "
+        "and of an embedding model; default: the workers of one kvtransfer take turns with each other alone",
+        "compute",
+    )
     async_scheduling: bool = option(
         True,
         "plan and launch the next step while the present one computes, so that the device does not wait between "
@@ -152,9 +162,27 @@ class WorkerConfig(ServiceConfig):
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
         KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
+        pooling_choice(self)
         return self
 
     @property
     def kv_coding(self) -> KVCoding:
         """The choice of --kv-cache-dtype and --kv-cache-dtype-skip-layers."""
         return KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
+
+
+class PoolConfig(WorkerConfig):
+    """Options of a pool worker. Those about KV blocks have no effect."""
+
+    max_seqs: int = same_option(
+        WorkerConfig,
+        "max_seqs",
+        default=256,
+        help="calls that the worker computes at the same time; further ones wait in the gateway's queue",
+    )
+    max_batched_tokens: int = same_option(
+        WorkerConfig,
+        "max_batched_tokens",
+        default=4096,
+        help="tokens that one step computes at most, over the inputs of all calls; an input with more has its own step",
+    )

@@ -21,6 +21,8 @@ from paceline.core.json_grammar.strings import JSON, Escaping
 
 _MAX_DEPTH = 100
 _MAX_COUNT = 10_000
+_MOST_DIGITS = 400
+"""Largest number of digits of a count. Python refuses to read numbers of some thousand digits."""
 _FLAGS = re.compile(r"\(\?([imsu]*(?:-[imsu]+)?)\)")
 
 
@@ -188,7 +190,7 @@ class _Reader(CharacterReader):
         low, comma, high = self._text[self._at + 1 : end].partition(",") if end > 0 else ("", "", "")
         if not (low.isdecimal() or (comma and not low and high)) or not (not high or high.isdecimal()):
             return None
-        if max(int(low or 0), int(high or 0)) > _MAX_COUNT:
+        if max(len(low), len(high)) > _MOST_DIGITS or max(int(low or 0), int(high or 0)) > _MAX_COUNT:
             raise UnsupportedPatternError(f"a repetition of more than {_MAX_COUNT}")
         if high and int(high) < int(low or 0):
             raise PatternError("invalid repetition count range, the start must be <= the end")

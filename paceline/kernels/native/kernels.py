@@ -13,6 +13,7 @@ from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, Logits, NormKind
 from paceline.kernels.native.caches import cache_format, kernel_cache
 from paceline.kernels.native.chooser import NativeChooser
+from paceline.kernels.native.encoding import NativeEncoding
 from paceline.kernels.native.experts import NativeExperts
 from paceline.kernels.native.library import (
     COMPRESSED,
@@ -38,7 +39,7 @@ INTEGER_PRODUCTS = ("avx512-bf16", "avx512", "avx2")
 """Instruction sets that multiply bf16 with quantized weights in integers, without rounding the weights to bf16."""
 
 
-class NativeKernels(NativeExperts, NativeRecurrence, Composed):
+class NativeKernels(NativeEncoding, NativeExperts, NativeRecurrence, Composed):
     """`Kernels` in bf16 and fp32 on a CPU, with a team of threads of its own.
 
     Each row of a result is computed in an order that depends only on the shapes of the weights. So a row has the same
@@ -175,32 +176,17 @@ class NativeKernels(NativeExperts, NativeRecurrence, Composed):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
+        both_sides: bool = False,
     ) -> Tensor:
         queries = queries.contiguous()
         out = queries.new_empty(queries.shape)
         tokens, heads, _ = queries.shape
         if sinks is not None:
             need("the sinks", sinks, torch.float32, heads)
-        op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, f0=scale, f1=softcap)
+        op = Op(KernelKind.ATTENTION, rows=tokens, n0=heads, n1=looks_ahead, n2=both_sides, f0=scale, f1=softcap)
         op.cache, op.format = kernel_cache(cache, queries, group), cache_format(cache)
         self.run(op, out, (queries, sinks), batch, group)
         return out
-
-    def clipped_linear(self, x: Tensor, weight: PackedWeight, bounds: Tensor) -> Tensor:
-        need("the bounds", bounds, torch.float32, 4)
-        if weight.format not in (None, COMPRESSED):
-            raise ValueError("a linear layer with bounds must not be quantized")
-        return self.multiply(KernelKind.LINEAR, x, weight, None, x.dtype, bounds)
-
-    def full_attention(self, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        rows, seen = len(queries), len(keys)
-        # All keys are one block of a cache with one slot, and each query sees the last one.
-        own_keys, own_values = (x.contiguous().transpose(0, 1)[None] for x in (keys, values))
-        cache = LayerCache(own_keys, own_values)
-        nowhere = torch.empty(0, dtype=torch.int64)
-        group = GroupTables(seen, 0, torch.zeros(1, 1, dtype=torch.int32), nowhere, nowhere)
-        batch = AttentionBatch((0, rows), (seen,), (group,), last_keys=torch.full((rows,), seen - 1))
-        return self.attention(queries, cache, batch, group, scale, 0.0, looks_ahead=True)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.elementwise(KernelKind.SILU_AND_MUL, gate, up)

@@ -54,6 +54,9 @@ class KernelKind(IntEnum):
     ADD_GATED = 22
     SIGMOID_AND_MUL = 23
     GATED_DELTA_RULE = 24
+    LAYER_NORM = 25
+    GELU = 26
+    GELU_AND_MUL = 27
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}

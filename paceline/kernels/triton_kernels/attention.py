@@ -118,6 +118,7 @@ def attention(
     softcap: float,
     sinks: Tensor | None,
     looks_ahead: bool,
+    both_sides: bool,
 ) -> Tensor:
     """Launch the kernels for `Kernels.attention`."""
     queries = queries if queries.stride(2) == 1 else queries.contiguous()
@@ -126,7 +127,7 @@ def attention(
     shape = {"WINDOW": tables.window, "GROUP": plan.group, "HEAD_DIM": head_dim, "ROWS": plan.tile_rows, "SPLIT": SPLIT}
     shape |= {"DIM": _padded(head_dim), "enable_fp_fusion": False}
     last_keys = plan.last_keys if looks_ahead else None
-    shape |= {"SINKS": sinks is not None, "AHEAD": last_keys is not None}
+    shape |= {"SINKS": sinks is not None, "AHEAD": last_keys is not None, "BOTH_SIDES": both_sides}
     itemsize = queries.itemsize  # also of keys, or of the numbers of their codes
     tile = shape | _tile_options(shape["DIM"] * itemsize, itemsize)
     tile["CODE"] = 0 if cache.code is None else int(cache.code)

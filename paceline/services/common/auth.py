@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 import grpc
 import grpc.aio
 
-from paceline.services.common.secret import Secret
+from paceline.services.common.secret import Secret, is_one_of
 
 CLOCK_SECONDS = 30.0
 """Largest difference between the clocks of two hosts of a cluster, in seconds."""
@@ -54,7 +54,7 @@ class Prover:
     """
 
     def __init__(self, secret: Secret, meant: str) -> None:
-        self._key, self._answers = secret.key(_PURPOSE), secret.key(_ANSWERS)
+        self._key, self._answers = secret.key(_PURPOSE), secret.keys(_ANSWERS)
         # Metadata are ASCII, and an address may be a path or a name that somebody has mistyped.
         self._meant = quote(meant, safe="/:[]*")
 
@@ -75,9 +75,8 @@ class Prover:
     def is_answered(self, challenge: tuple[str, str], metadata: Iterable[tuple[str, str | bytes]]) -> bool:
         """Return whether the trailing metadata of a call contains the right proof for a challenge."""
         given = dict(metadata).get(_ANSWER)
-        return isinstance(given, str) and hmac.compare_digest(
-            given.encode(), _answer(self._answers, challenge[1], self._meant).encode()
-        )
+        expected = (_answer(key, challenge[1], self._meant).encode() for key in self._answers)
+        return isinstance(given, str) and is_one_of(given.encode(), expected)
 
 
 def answer(secret: Secret, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str], ...]:
@@ -116,7 +115,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
     def __init__(self, secret: Secret, known_as: Collection[str]) -> None:
         self._secret = secret
-        self._key = secret.key(_PURPOSE)
+        self._keys = secret.keys(_PURPOSE)
         self._known_as = known_as
         self._used = _UsedNonces()
 
@@ -144,7 +143,7 @@ class RequireProof(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         if found is None or not given.startswith(_SCHEME):
             return _refusal(REFUSAL)
         then, nonce, mac, meant = found.groups()
-        if not hmac.compare_digest(mac, _mac(self._key, method, then, nonce, meant)):
+        if not is_one_of(mac.encode(), (_mac(key, method, then, nonce, meant).encode() for key in self._keys)):
             return _refusal(REFUSAL)
         # From here on, the caller has the secret, so it is told the reason.
         if unquote(meant) not in self._known_as and not (meant == ANY_SERVICE and method.startswith(_HEALTH)):

@@ -28,6 +28,7 @@ from paceline.services.common.registry import (
     names_key,
     read_values,
 )
+from paceline.services.common.streams import Entry, comes_before, newest_id
 
 SILENT_SECONDS = TTL_SECONDS - HEARTBEAT_SECONDS
 """Time without a heartbeat after which a member is no longer listed, in seconds. It is shorter than the TTL, so that
@@ -37,9 +38,6 @@ _SCAN_SECONDS = 5.0
 _ANSWER_SECONDS = 1.0
 _MOST = 200
 """Largest number of beats or values in one answer of Redis, so that reading the answer does not delay other tasks."""
-
-_Entry = tuple[bytes, dict[bytes, bytes]]
-"""An entry of a Redis stream: its id and its fields."""
 
 T = TypeVar("T")
 
@@ -133,15 +131,14 @@ class MemberFeed:
 
     async def _newest(self) -> bytes:
         """Return the id of the newest beat in the stream."""
-        entries = cast(list[_Entry], await _answer(self._client.xrevrange(beats_key(self._cluster), count=1)))
-        return entries[0][0] if entries else b"0-0"
+        return await _answer(newest_id(self._client, beats_key(self._cluster)))
 
-    async def _next_beats(self) -> list[_Entry]:
+    async def _next_beats(self) -> list[Entry]:
         reply = await _answer(self._client.xread({beats_key(self._cluster): self._last}, count=_MOST))
-        streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
+        streams = cast(list[tuple[bytes, list[Entry]]], reply or [])
         return [entry for _, entries in streams for entry in entries]
 
-    async def _news(self, beats: Iterable[_Entry]) -> News:
+    async def _news(self, beats: Iterable[Entry]) -> News:
         versions: dict[str, bytes] = {}
         for name, beat in ((_name(raw), beat) for _, fields in beats for raw, beat in fields.items()):
             if (version := LEFT if beat == LEFT else self._signatures.version(name, beat)) is not None:
@@ -179,8 +176,10 @@ class MemberFeed:
 
     async def _scan(self, take: Callable[[News], object]) -> None:
         """Read the values of listed members that have sent no heartbeat lately, or that write no beats."""
-        # If Redis was started again with a clock that is behind, the ids of new beats are smaller.
-        self._last = min(self._last, await self._newest(), key=_place)
+        # If Redis was started again with a clock that is behind, or others have written an entry of a later time, the
+        # ids of new beats are smaller.
+        if comes_before(newest := await self._newest(), self._last):
+            self._last = newest
         listed = await _answer(cast(Awaitable[set[bytes]], self._client.smembers(names_key(self._cluster))))
         for name in self._ended.difference(map(_name, listed)):
             self._forget_value(name)
@@ -204,8 +203,3 @@ async def _answer(answer: Awaitable[T]) -> T:
 
 def _name(raw: bytes) -> str:
     return raw.decode(errors="replace")
-
-
-def _place(entry: bytes) -> tuple[int, ...]:
-    """Return the id of a stream entry as numbers, which compare in the order of the stream."""
-    return tuple(map(int, entry.split(b"-")))

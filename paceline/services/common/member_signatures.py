@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from paceline.services.common.auth import CLOCK_SECONDS
-from paceline.services.common.secret import Secret
+from paceline.services.common.secret import Secret, is_one_of
 
 TTL_SECONDS = 5.0
 """Time after which a member expires in Redis unless it is written again, in seconds."""
@@ -55,7 +55,8 @@ class MemberSignatures:
     """
 
     def __init__(self, secret: Secret, cluster: str, count_ignored: Callable[[], object] = lambda: None) -> None:
-        self._key = secret.key("members in Redis") if secret else b""
+        self._keys = secret.keys("members in Redis") if secret else ()
+        """Keys of accepted marks. Own marks are made with the first one. There are none without a secret."""
         self._cluster = cluster.encode()
         self._stamp = 0
         """The time in the newest mark that this service has written."""
@@ -73,15 +74,15 @@ class MemberSignatures:
             member: the member as a protobuf message.
         """
         version = version_of(member)
-        if not self._key:
+        if not self._keys:
             return member, version
         self._stamp = max(self._stamp + 1, time.time_ns())
-        mark = _MARK.pack(self._stamp, self._mac(name, version, self._stamp))
+        mark = _MARK.pack(self._stamp, self._mac(self._keys[0], name, version, self._stamp))
         return member + _FIELD + mark, version + mark
 
     def open(self, name: str, value: bytes) -> bytes | None:
         """Check a value from Redis and return the member in it; None if its mark is missing, wrong or too old."""
-        if not self._key:
+        if not self._keys:
             return value
         end = len(value) - _MARK.size
         is_signed = value[max(0, end - len(_FIELD)) : max(0, end)] == _FIELD
@@ -91,18 +92,18 @@ class MemberSignatures:
     def version(self, name: str, beat: bytes) -> bytes | None:
         """Check a beat and return the version of the member's value in it; None if its mark is wrong or too old."""
         version, mark = beat[:_VERSION_BYTES], beat[_VERSION_BYTES:]
-        return version if not self._key or self._is_taken(name, version, mark) else None
+        return version if not self._keys or self._is_taken(name, version, mark) else None
 
-    def _mac(self, name: str, version: bytes, stamp: int) -> bytes:
+    def _mac(self, key: bytes, name: str, version: bytes, stamp: int) -> bytes:
         # The parts before the name have a fixed length, or are this cluster's own.
         text = b"%16s%20d%s\0%s" % (version, stamp, self._cluster, name.encode())
-        return hmac.digest(self._key, text, "sha256")
+        return hmac.digest(key, text, "sha256")
 
     def _is_taken(self, name: str, version: bytes, mark: bytes) -> bool:
         if len(mark) != _MARK.size:
             return self._ignore(name, "it is not signed")
         stamp, mac = _MARK.unpack(mark)
-        if not hmac.compare_digest(mac, self._mac(name, version, stamp)):
+        if not is_one_of(mac, (self._mac(key, name, version, stamp) for key in self._keys)):
             return self._ignore(name, "it is not signed with the secret of this cluster")
         if not self._is_fresh(name, stamp):
             return self._ignore(name, "its signature is old, or was made by a clock that differs from ours")

@@ -18,7 +18,7 @@ from typing import Literal, cast, get_args
 
 import redis.asyncio as redis
 from google.protobuf.message import DecodeError
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 import paceline
 from paceline.core.errors import ConfigError
@@ -36,6 +36,7 @@ from paceline.proto.fleet_pb2 import (
 )
 from paceline.services.common.member_signatures import TTL_SECONDS, MemberSignatures
 from paceline.services.common.redis_url import without_password
+from paceline.services.common.streams import oldest_kept, remove_unusable
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions
 
@@ -49,7 +50,7 @@ _MOST_BYTES = 1 << 20
 _STREAM_SECONDS = 600
 """Time after a member has left until the stream expires, in seconds, so that an ended cluster leaves nothing."""
 
-Role = Literal["gateway", "prefill", "decode", "encode", "kvtransfer", "planner", "standby"]
+Role = Literal["gateway", "prefill", "decode", "encode", "pool", "kvtransfer", "planner", "standby"]
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
 """Roles between which a running worker can change."""
@@ -94,7 +95,7 @@ class Member:
     traffic: TrafficReport = dataclasses.field(default_factory=TrafficReport)
     """Totals of requests by class for the planner; set by gateways only."""
     work: WorkReport = dataclasses.field(default_factory=WorkReport)
-    """Steps and requests of a worker for the planner; set by prefill, decode and encode workers only."""
+    """Steps and requests of a worker for the planner; set by prefill, decode, encode and pool workers only."""
     plan: PlanReport = dataclasses.field(default_factory=PlanReport)
     """The planner's newest decisions; set by planners only."""
     numerics: Numerics | None = None
@@ -233,15 +234,6 @@ async def read_ages(client: redis.Redis, cluster: str, members: Sequence[Member]
     return [TTL_SECONDS - max(0, milliseconds) / 1000 for milliseconds in left]
 
 
-def oldest_kept(newest: bytes, seconds: float) -> str | None:
-    """Return the least id of entries that are at most `seconds` older than the entry `newest`; older ones are trimmed.
-
-    A fixed number of entries would cover hours in a small fleet, and too few seconds in a large one. Ids are times on
-    the clock of Redis, so clocks of the writers do not matter. Returns None, which trims nothing, if `newest` is empty.
-    """
-    return str(max(0, int(newest.partition(b"-")[0]) - int(seconds * 1000))) if newest else None
-
-
 async def write_member(
     client: redis.Redis, cluster: str, member: Member, signatures: MemberSignatures, last_beat: bytes = b""
 ) -> bytes:
@@ -251,14 +243,20 @@ async def write_member(
         last_beat: id of an earlier beat, whose time decides which beats are trimmed; empty to trim none.
     """
     name = member.worker_id
+    names, beats = names_key(cluster), beats_key(cluster)
     value, text = signatures.sign(name, member.to_bytes())
     minid = oldest_kept(last_beat, _BEATS_SECONDS)
     async with client.pipeline(transaction=False) as pipeline:
         pipeline.set(member_key(cluster, name), value, px=int(TTL_SECONDS * 1000))
-        pipeline.sadd(names_key(cluster), name)
-        pipeline.xadd(beats_key(cluster), {name: text}, minid=minid, approximate=True)
-        *_, beat = await pipeline.execute()
-    return bytes(beat)
+        pipeline.sadd(names, name)
+        pipeline.xadd(beats, {name: text}, minid=minid, approximate=True)
+        results = await pipeline.execute(raise_on_error=False)
+    for key, result in zip(("", names, beats), results, strict=True):
+        if isinstance(result, ResponseError) and key:
+            await remove_unusable(client, key, result)
+        if isinstance(result, Exception):
+            raise result
+    return bytes(results[-1])
 
 
 async def remove_member(client: redis.Redis, cluster: str, name: str) -> None:

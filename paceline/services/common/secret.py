@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from paceline.core.errors import ConfigError
@@ -21,41 +22,47 @@ _MOST_BYTES = 4096
 class Secret:
     """The secret that the services of a cluster share. It is never sent, and is in no repr, log line or error message.
 
-    Services prove that they have the secret with keyed hashes, whose keys are derived from the secret.
+    Services prove that they have the secret with keyed hashes, whose keys are derived from the secret. While a cluster
+    changes its secret, a service accepts the proofs of two, and makes its own with `text`.
 
     Args:
         text: the secret; empty if services trust everybody who can connect.
+        also: another secret whose proofs are accepted; empty if there is none.
     """
 
-    def __init__(self, text: str = "") -> None:
-        self._text = text.encode()
-        self._digest = digest_of(text)
+    def __init__(self, text: str = "", also: str = "") -> None:
+        self._texts = (text, also) if also else (text,)
 
     def __bool__(self) -> bool:
-        return bool(self._text)
+        return bool(self._texts[0])
 
     def key(self, purpose: str) -> bytes:
-        """Derive a key of 32 bytes from the secret. Each purpose has a key of its own."""
-        return hmac.digest(self._text, purpose.encode(), "sha256")
+        """Derive a key of 32 bytes from the secret, to make proofs. Each purpose has a key of its own."""
+        return self.keys(purpose)[0]
+
+    def keys(self, purpose: str) -> tuple[bytes, ...]:
+        """Derive the keys with which accepted proofs may be made. The first one is that of `key`."""
+        return tuple(hmac.digest(text.encode(), purpose.encode(), "sha256") for text in self._texts)
 
     def matches(self, text: str) -> bool:
-        """Return whether `text` is the secret. The time of the comparison does not depend on `text`."""
-        return hmac.compare_digest(digest_of(text), self._digest)
+        """Return whether `text` is an accepted secret. The time of the comparison does not depend on `text`."""
+        return is_one_of(digest_of(text), map(digest_of, self._texts))
 
 
 def read_secret(file: str) -> Secret:
-    """Return the secret in `file`; an empty one if `file` is "".
+    """Return the secret in `file`; an empty one if `file` is "". A second line is a secret that is also accepted.
 
     Raises ConfigError if the file has no valid secret, or if other users may open the file.
     """
     if not file:
         return Secret()
-    text = read_private(file, "--auth-token-file", _MOST_BYTES, _ADVICE).strip()
-    if _SECRET.fullmatch(text) is None:
+    lines = read_private(file, "--auth-token-file", _MOST_BYTES, _ADVICE).strip().splitlines()
+    if not 1 <= len(lines) <= 2 or not all(map(_SECRET.fullmatch, lines)):
         raise ConfigError(
-            f"--auth-token-file {file} must hold one line of 16 to 1024 visible ASCII characters; {_ADVICE}"
+            f"--auth-token-file {file} must hold one line of 16 to 1024 visible ASCII characters, or two while the "
+            f"secret is changed; {_ADVICE}"
         )
-    return Secret(text)
+    return Secret(*lines)
 
 
 def read_private(file: str, option: str, most_bytes: int, advice: str) -> str:
@@ -117,6 +124,12 @@ def new_key(name: str) -> str:
     """
     key = f"pl-{secrets.token_urlsafe(32)}"
     return f'{key}\n\n[{json.dumps(name)}]\nsha256 = "{digest_of(key).hex()}"'
+
+
+def is_one_of(digest: bytes, expected: Iterable[bytes]) -> bool:
+    """Return whether a digest or keyed hash is an expected one. The time does not depend on which one, nor on where
+    they differ."""
+    return sum(hmac.compare_digest(digest, each) for each in expected) > 0
 
 
 def digest_of(text: str) -> bytes:

@@ -25,12 +25,17 @@ from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
 from paceline.services.gateway.api.operators.step_records import add_step_records
+from paceline.services.gateway.api.pooling.cohere import add_cohere
+from paceline.services.gateway.api.pooling.embeddings import add_embeddings
+from paceline.services.gateway.api.pooling.tei import add_tei
+from paceline.services.gateway.api.pooling.vllm import add_vllm
 from paceline.services.gateway.api.responses.bodies import ResponseEvent
 from paceline.services.gateway.api.responses.routes import add_responses
+from paceline.services.gateway.api.scoring.routes import add_scoring
 from paceline.services.gateway.api.tokens.bodies import TokensChunk
+from paceline.services.gateway.api.tokens.label_scores import add_label_scores
 from paceline.services.gateway.api.tokens.render_api import add_render_api
 from paceline.services.gateway.api.tokens.routes import add_token_api
-from paceline.services.gateway.api.tokens.score_api import add_score_api
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.access.cors import cors_options
 from paceline.services.gateway.http.bodies import BodyMiddleware
@@ -103,7 +108,8 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_render_api(app.router, gateway)
     runs = add_responses(app.router, gateway, store)
     add_operations(app.router, gateway)
-    add_score_api(app.router, gateway)
+    for add in (add_scoring, add_label_scores, add_embeddings, add_cohere, add_vllm, add_tei):
+        add(app.router, gateway)
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)
     add_step_records(app.router, gateway)

@@ -14,6 +14,8 @@ from paceline.core import env
 from paceline.core.config import GatewayConfig, model_configs
 from paceline.core.errors import ConfigError
 from paceline.core.options import listed
+from paceline.core.pooling_choice import pooling_choice
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.garbage import collect_when_idle
@@ -199,4 +201,7 @@ def load_tokenizer(config: GatewayConfig) -> Tokenizer:
     chat_template = Path(config.chat_template) if config.chat_template else None
     processor = read_processor(folder)
     media_tokens = NO_MEDIA if processor is None else processor.tokens
-    return Tokenizer(folder, chat_template, config.generation_config, media_tokens, config.max_text_characters)
+    pooling = read_pooling_config(folder, pooling_choice(config))
+    generates = pooling is None or pooling.generates
+    longest = config.max_text_characters
+    return Tokenizer(folder, chat_template, config.generation_config, media_tokens, longest, generates)

@@ -17,6 +17,9 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.options import parse_bytes
 from paceline.core.planner.reports import Role
+from paceline.core.pooling import PoolTask
+from paceline.core.pooling_choice import pooling_choice
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import Classes
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import KeyUse, LoadReport
@@ -27,6 +30,7 @@ from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.answers.registry import choose_forms
@@ -67,6 +71,8 @@ class Shared:
     key_uses: Callable[[], Sequence[KeyUse]]
     """Function that returns this gateway's report about the use of each API key's limits."""
     constraints: ConstraintCompiler
+    abilities: dict[str, list[str]] = field(default_factory=dict)
+    """What each model can do, by its name in the API."""
     traces: TraceBook = field(default_factory=TraceBook)
     requests: RunningRequests = field(default_factory=RunningRequests)
     gateway_id: str = field(default_factory=partial(unique_name, "gateway"))
@@ -97,6 +103,9 @@ class ModelFleet:
         self._logprob_rules = LogprobRules(config.max_logprobs, config.return_tokens_as_token_ids)
         self.cache_salts = CacheSalts(shared.credentials.secret, config.share_cache)
         self._shared_prompts = SharedPrompts(read_shared_prompts(config.shared_prompts), tokenizer, self.forms)
+        self.pooling = read_pooling_config(Path(config.model), pooling_choice(config)) if config.model else None
+        """How the model makes vectors, scores or labels; None if it only generates."""
+        shared.abilities[self.name] = self.abilities
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
         self._draining = False
@@ -112,7 +121,9 @@ class ModelFleet:
         )
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
-        self._block_feed = BlockFeed(shared.redis, config.cluster, self.fleet.hosts, self._prefixes)
+        self._block_feed = BlockFeed(
+            shared.redis, config.cluster, self.fleet.hosts, self._prefixes, shared.credentials.secret
+        )
         self._registrar = Registrar(config.redis, config.cluster, self._describe, self.fleet.signatures)
         self.runner = SequenceRunner(
             config,
@@ -159,9 +170,34 @@ class ModelFleet:
         self.console.end_streams()
 
     @property
+    def tasks(self) -> frozenset[PoolTask]:
+        """The tasks of pooling that the model has; none if it only generates."""
+        return frozenset() if self.pooling is None else self.pooling.tasks
+
+    @property
     def is_ready(self) -> bool:
-        """Whether a decode worker is ready, or a planner will start one."""
-        return self.fleet.has_decode_worker or self.fleet.may_be_empty
+        """Whether a worker is ready for the requests of this model, or a planner will start one."""
+        return self.fleet.has_worker(self.generates) or self.fleet.may_be_empty
+
+    @property
+    def generates(self) -> bool:
+        """Whether the model generates text."""
+        return self.pooling is None or self.pooling.generates
+
+    @property
+    def abilities(self) -> list[str]:
+        """What the model can do: tasks of pooling, and "generate"."""
+        own: list[str] = ["generate"] if self.generates else []
+        return own if self.pooling is None else own + sorted(self.pooling.tasks)
+
+    def models_for(self, *tasks: str) -> list[str]:
+        """Return the names of the models at this gateway that have one of these tasks."""
+        return [name for name, own in self._shared.abilities.items() if not set(tasks).isdisjoint(own)]
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the model cannot generate, so that it has pool workers."""
+        return self.pooling is not None and self.pooling.is_encoder
 
     def cached_blocks(self) -> dict[str, list[tuple[bytes, int]]]:
         """Return the name and the length in tokens of each host's cached blocks, as far as known, by host id."""
@@ -206,10 +242,12 @@ class ModelFleet:
             kind: the kind of work, on which depends whether the context of decode or prefill workers is the limit.
 
         Raises:
-            ApiError: a header of the request is not valid.
+            ApiError: a header of the request is not valid, or the model does not do such work.
             RefusedError, UnavailableError: no worker was ready in time.
             ClientLeftError: the client disconnected before a worker was ready.
         """
+        if kind != common_pb2.WORK_KIND_POOL and not self.generates:
+            raise self._no_text()
         decodes = KINDS[kind].decodes
         if not self.fleet.has_worker(decodes):
             scope = scope_of(request)
@@ -222,6 +260,17 @@ class ModelFleet:
         longest = self.fleet.max_model_len(decodes)
         rules = self._logprob_rules
         return ServedModel(self.tokenizer, longest, self.forms, rules, shared_prompts=self._shared_prompts)
+
+    def _no_text(self) -> ApiError:
+        """Return the error for a request for text to a model that makes none."""
+        assert self.pooling is not None
+        routes = {"embed": "/v1/embeddings", "score": "/v1/rerank", "classify": "/classify"}
+        route = next((routes[task] for task in routes if task in self.pooling.tasks), "/pooling")
+        others = self.models_for("generate")
+        advice = f"; for text, name {' or '.join(map(repr, others))}" if others else "; no other model is served here"
+        does = ", ".join(self.abilities)
+        message = f"the model {self.name!r} makes no text ({does}): send its inputs to {route}{advice}"
+        return ApiError(400, message, param="model", code="unsupported_task")
 
     def waiting_requests(self) -> int:
         """Return the number of sequences that wait for a worker to have room, at all gateways of the model's cluster.

@@ -16,11 +16,13 @@ from collections.abc import Callable
 from typing import cast
 
 import redis.asyncio as redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from paceline.core.block_pool import BlockEvent
-from paceline.services.common.block_stream import BlockBatch, blocks_stream
-from paceline.services.common.registry import connect, oldest_kept
+from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
+from paceline.services.common.registry import connect
+from paceline.services.common.secret import Secret
+from paceline.services.common.streams import oldest_kept, remove_unusable
 from paceline.services.common.tasks import end_tasks
 
 _PERIOD_SECONDS = 0.25
@@ -30,6 +32,8 @@ _BATCH = 1000
 _BUFFERED = 100_000
 _KEPT_SECONDS = 60.0
 """Age up to which the stream keeps events, in seconds. A gateway that reads later asks the service for its blocks."""
+
+_NO_SECRET = Secret()
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +48,21 @@ class BlockEventPublisher:
         cluster: name of the cluster, which is in the name of the stream.
         take_events: returns the events since its last call; None if there are none.
         buffered: largest number of events that may wait while Redis does not answer.
+        secret: the secret of the cluster.
     """
 
     def __init__(
-        self, url: str, cluster: str, take_events: Callable[[], BlockBatch | None], buffered: int = _BUFFERED
+        self,
+        url: str,
+        cluster: str,
+        take_events: Callable[[], BlockBatch | None],
+        buffered: int = _BUFFERED,
+        secret: Secret = _NO_SECRET,
     ) -> None:
         self._client: redis.Redis = connect(url)
         self._stream = blocks_stream(cluster)
         self._take_events = take_events
+        self._key = next(iter(block_keys(secret, cluster)), b"")
         self._waiting: deque[tuple[BlockBatch, int, BlockEvent]] = deque(maxlen=buffered)
         """Waiting events: (the batch with which the event came, its number, the event)."""
         self._newest = b""
@@ -89,8 +100,13 @@ class BlockEventPublisher:
             # repeated events by their numbers.
             batch = self._next_batch()
             async with asyncio.timeout(_DEADLINE_SECONDS):
-                entry, minid = batch.to_entry(), oldest_kept(self._newest, _KEPT_SECONDS)
-                added = await self._client.xadd(self._stream, entry, minid=minid, approximate=True)  # type: ignore[arg-type]
+                entry, minid = batch.to_entry(self._key), oldest_kept(self._newest, _KEPT_SECONDS)
+                try:
+                    added = await self._client.xadd(self._stream, entry, minid=minid, approximate=True)  # type: ignore[arg-type]
+                except ResponseError as error:
+                    await remove_unusable(self._client, self._stream, error)
+                    self._newest = b""
+                    raise
                 self._newest = cast(bytes, added)
             for _ in batch.events:
                 self._waiting.popleft()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.services.kvtransfer.grpc_transport import serving_alone
 from paceline.services.kvtransfer.host_memory import MakeTransports
-from paceline.services.kvtransfer.self_test import self_test
-from paceline.services.kvtransfer.transport import ArenaMemory
-from paceline.services.kvtransfer.ucx import UcxTransport, open_ucx
+from paceline.services.kvtransfer.transports.grpc_transport import serving_alone
+from paceline.services.kvtransfer.transports.self_test import self_test
+from paceline.services.kvtransfer.transports.transport import ArenaMemory
+from paceline.services.kvtransfer.transports.ucx import UcxTransport, open_ucx
 
 _SLOTS, _SLOT_BYTES = 16, 1 << 20
 

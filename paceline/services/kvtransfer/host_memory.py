@@ -16,20 +16,20 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.wire_version import OURS
-from paceline.services.kvtransfer.adoptions import Adoptions
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.awake_clock import AwakeClock
-from paceline.services.kvtransfer.channels import Channels
-from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
 from paceline.services.kvtransfer.expectations import hinted_blocks
-from paceline.services.kvtransfer.exports import Exports
-from paceline.services.kvtransfer.fetches import Fetches
-from paceline.services.kvtransfer.grpc_transport import GrpcTransport
-from paceline.services.kvtransfer.ledger import Ledger
-from paceline.services.kvtransfer.paths import Paths
-from paceline.services.kvtransfer.prefixes import Prefixes
-from paceline.services.kvtransfer.promotions import Promotions
-from paceline.services.kvtransfer.transport import ArenaMemory, Transport
+from paceline.services.kvtransfer.ledger.adoptions import Adoptions
+from paceline.services.kvtransfer.ledger.ledger import Ledger
+from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions, DiskTier
+from paceline.services.kvtransfer.transfers.exports import Exports
+from paceline.services.kvtransfer.transfers.fetches import Fetches
+from paceline.services.kvtransfer.transfers.prefixes import Prefixes
+from paceline.services.kvtransfer.transfers.promotions import Promotions
+from paceline.services.kvtransfer.transports.channels import Channels
+from paceline.services.kvtransfer.transports.grpc_transport import GrpcTransport
+from paceline.services.kvtransfer.transports.paths import Paths
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Transport
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
 """A function from an arena's memory to the transports that are preferred to gRPC, best first."""

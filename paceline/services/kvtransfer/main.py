@@ -24,11 +24,11 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb, read_members
 from paceline.services.common.rpc import RpcServer, is_loopback
-from paceline.services.kvtransfer.disk_tier import DiskOptions
 from paceline.services.kvtransfer.events import BlockEventPublisher
 from paceline.services.kvtransfer.fast_transports import fast_transports
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
+from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions
 
 _AUTO_MOST = 2 * GIB
 _WATCH_SECONDS = 0.5
@@ -69,7 +69,7 @@ async def run(config: KVTransferConfig) -> None:
     registrar = Registrar(
         config.redis, config.cluster, lambda: _describe(service, host_id, epoch, address, stop, process), signatures
     )
-    publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events)
+    publisher = BlockEventPublisher(config.redis, config.cluster, service.take_events, secret=credentials.secret)
     await registrar.start()
     await publisher.start()
     await server.set_ready(True)

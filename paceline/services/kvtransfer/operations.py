@@ -18,10 +18,10 @@ from paceline.core.types import Key
 from paceline.proto import common_pb2
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_from_pb, key_to_pb
-from paceline.services.kvtransfer.block_tables import check_hashes
-from paceline.services.kvtransfer.claim import Claim
-from paceline.services.kvtransfer.lease import Lease, UnknownLeaseError
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.block_tables import check_hashes
+from paceline.services.kvtransfer.ledger.claim import Claim
+from paceline.services.kvtransfer.ledger.lease import Lease, UnknownLeaseError
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 
 log = logging.getLogger(__name__)
 

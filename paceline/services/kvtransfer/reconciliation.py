@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.services.common.layout import difference
 from paceline.services.kvtransfer.arena import Arena
-from paceline.services.kvtransfer.claim import Claim
+from paceline.services.kvtransfer.ledger.claim import Claim
 
 RECONCILE_SECONDS = 3.0
 """Duration of the reconciliation. Workers come back within about a second. A live worker that has not come back by the

@@ -10,9 +10,9 @@ from paceline.core.block_counts import Counts
 from paceline.core.cache_policy.base import HintCounts
 from paceline.core.metrics import Family, Sample
 from paceline.proto.fleet_pb2 import HostReport
-from paceline.services.kvtransfer.fetches import Totals
 from paceline.services.kvtransfer.host_memory import HostMemory
-from paceline.services.kvtransfer.lookups import Lookups
+from paceline.services.kvtransfer.ledger.lookups import Lookups
+from paceline.services.kvtransfer.transfers.fetches import Totals
 
 ENCODING_QUERIES = Family(
     "encoding_cache_queries", "Rows of encodings looked up in the cache before an encoder runs", has_role=False

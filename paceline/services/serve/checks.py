@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, ServeConfig, has_pools, quantization_of
 from paceline.core.errors import ConfigError
 from paceline.core.options import flag, parse_bytes
+from paceline.core.pooling_choice import pooling_choice
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.speculative import parse_speculative_config
 from paceline.models.config import has_native_encoders, read_facts, read_format, weight_form
 from paceline.models.draft import check_speculative, is_draft_name, read_draft_config
 from paceline.models.files.gguf_reference import has_reference
-from paceline.models.folder import count_weights
+from paceline.models.folder import count_weights, weight_files
 from paceline.models.kv_codes import check_kv_coding
 from paceline.models.model_config import ModelConfig
 from paceline.models.weight_sizes import weight_sizes
 from paceline.services.serve.settings import served_name
+from paceline.services.serve.worker_fleet import Role
 
 PROCESS_BYTES = 400 << 20
 """Resident bytes of one worker without weights and KV cache: Python, torch and the scratch memory of a step."""
@@ -39,6 +42,9 @@ def check_config(config: ServeConfig) -> None:
 
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
+    if is_encoder(folder):
+        _check_encoder(config, folder)
+        return
     speculative = parse_speculative_config(config.speculative_config)
     check_speculative(speculative, folder, config.model_impl)
     models = read_facts(folder, config.model_impl), read_draft_config(speculative, config.model_impl)
@@ -46,9 +52,39 @@ def check_model(config: ServeConfig, folder: Path) -> None:
     check_encode_workers(config, folder, config.encode)
 
 
+def is_encoder(folder: Path) -> bool:
+    """Return whether the model in `folder` is an encoder of texts, which has pool workers. Raises ModelError."""
+    pooling = read_pooling_config(folder)
+    return pooling is not None and pooling.is_encoder
+
+
+def generates(config: ServeConfig, folder: Path) -> bool:
+    """Return whether the model in `folder` generates text, so that it has decode workers. Raises ModelError or
+    ConfigError.
+    """
+    pooling = read_pooling_config(folder, pooling_choice(config))
+    return pooling is None or pooling.generates
+
+
+def _check_encoder(config: ServeConfig, folder: Path) -> None:
+    check_encode_workers(config, folder, config.encode)
+    if config.planner:
+        raise ConfigError(f"{served_name(config)} has pool workers, which no planner scales: use paceline scale")
+
+
+def check_roles(config: ServeConfig, is_encoder: bool, added: Mapping[Role, int]) -> None:
+    """Raise ConfigError for workers of roles that the model does not have."""
+    for role in added:
+        if is_encoder != (role == "pool"):
+            does = (
+                "makes no text, so it has pool workers only" if is_encoder else "makes text, so it has no pool workers"
+            )
+            raise ConfigError(f"{served_name(config)} {does}")
+
+
 def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:
     """Raise ConfigError if `count` is above 0 and the model in `folder` has no encoders for encode workers."""
-    if count and not has_native_encoders(folder, config.model_impl):
+    if count and (is_encoder(folder) or not has_native_encoders(folder, config.model_impl)):
         raise ConfigError(
             f"{served_name(config)} has no encoders that Paceline computes, so it needs no encode workers"
         )
@@ -80,6 +116,10 @@ def check_memory(models: Sequence[tuple[ServeConfig, Path]], available: int | No
         return ""
     weights = processes = kv_bytes = idle = 0
     for config, folder in models:
+        if is_encoder(folder):
+            weights += config.pool * _encoder_bytes(folder, config)
+            processes += config.pool
+            continue
         workers = config.prefill + config.decode  # an encode worker has no weights of the text model and no pool
         own_weights = _weight_bytes(folder, config, workers) if config.device == "cpu" else 0
         weights += own_weights
@@ -113,13 +153,26 @@ def check_more_workers(config: ServeConfig, folder: Path, added: int, available:
     """
     if available is None:
         return
-    own_weights = _weight_bytes(folder, config, 2) - _weight_bytes(folder, config, 1) if config.device == "cpu" else 0
-    own_pool = _kv_bytes(config, 2) - _kv_bytes(config, 1)
+    if is_encoder(folder):
+        own_weights, own_pool = _encoder_bytes(folder, config), 0
+    else:
+        own_weights, own_pool = _added_bytes(folder, config)
     needed = added * (PROCESS_BYTES + own_weights + own_pool)
     if needed > available:
         raise ConfigError(
             f"{added} more workers need {_gib(needed)} of memory and {_gib(available)} are free; add fewer"
         )
+
+
+def _encoder_bytes(folder: Path, config: ServeConfig) -> int:
+    """Return the bytes that the weights of an encoder take in each worker."""
+    return sum(path.stat().st_size for path in weight_files(folder)) if config.device == "cpu" else 0
+
+
+def _added_bytes(folder: Path, config: ServeConfig) -> tuple[int, int]:
+    """Return the bytes of weights and of the KV pool that a further worker of a model that makes text takes."""
+    own_weights = _weight_bytes(folder, config, 2) - _weight_bytes(folder, config, 1) if config.device == "cpu" else 0
+    return own_weights, _kv_bytes(config, 2) - _kv_bytes(config, 1)
 
 
 def _kv_bytes(config: ServeConfig, workers: int) -> int:

@@ -53,6 +53,8 @@ class ModelStack:
         self._settings = folder / f"fleet-{number}.toml"
         self._label = label
         self._on_lost = on_lost
+        self.is_encoder = False
+        """Whether the model has pool workers alone; only valid after `prepare`."""
         self._kvtransfer: ManagedProcess | None = None
         self._planner: ManagedProcess | None = None
         self._workers: WorkerFleet | None = None
@@ -75,19 +77,22 @@ class ModelStack:
             self.config = config.model_copy(update={"speculative_config": text})
         self.folder = await self._processes.prepare(f"{self._label}prepare", config)
         self._leases.append(lease_model(self.folder))
+        self.is_encoder = checks.is_encoder(self.folder)
+        if not checks.generates(self.config, self.folder):
+            self.config = self.config.model_copy(update={"decode": 0})
         checks.check_model(self.config, self.folder)
 
     async def start(self, redis: str, secret: Path) -> None:
-        """Start kvtransfer and the workers, and open the socket for scaling."""
-        config, start = self.config, partial(self._processes.start, on_broken=self._note_broken)
-        self._settings.write_text(fleet_settings(config, self.folder, redis, self.cluster, secret))
-        # A kvtransfer that is started again finds the arena of its predecessor by this host id.
-        self._kvtransfer = self._service("kvtransfer", f"--host-id={self.cluster}")
-        await start(self._kvtransfer)
-        address = f"--kvtransfer-address={await self._kvtransfer.ready()}"
+        """Start the workers and, if they have KV blocks, kvtransfer. Open the socket for scaling."""
+        config = self.config
+        # Workers of several models take turns on the cores by a file that all of them know.
+        turns = str(self._settings.parent / "turns") if self._label else ""
+        text = fleet_settings(config, self.folder, redis, self.cluster, secret, self.is_encoder, turns)
+        self._settings.write_text(text)
+        arguments = [] if self.is_encoder else [f"--kvtransfer-address={await self._start_kvtransfer()}"]
         self._workers = workers = WorkerFleet(
             lambda worker: self._processes.worker(
-                worker, self._options, address, label=self._label, has_gpu=self._has_gpus
+                worker, self._options, *arguments, label=self._label, has_gpu=self._has_gpus
             ),
             partial(self._processes.supervise, on_broken=self._note_broken),
             self._processes.stop,
@@ -95,9 +100,17 @@ class ModelStack:
             self._check_added,
             lambda line: say(f"  {self._label}{line.lstrip()}"),
         )
-        await workers.scale({"prefill": config.prefill, "decode": config.decode, "encode": config.encode})
+        generating: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode, "encode": config.encode}
+        await workers.scale({"pool": config.pool} if self.is_encoder else generating)
         self._scaling = ScalingSocket(self.socket, workers)
         await self._scaling.start()
+
+    async def _start_kvtransfer(self) -> str:
+        """Start kvtransfer, and return its address when it is ready."""
+        # A kvtransfer that is started again finds the arena of its predecessor by this host id.
+        self._kvtransfer = self._service("kvtransfer", f"--host-id={self.cluster}")
+        await self._processes.start(self._kvtransfer, self._note_broken)
+        return await self._kvtransfer.ready()
 
     async def ready(self) -> None:
         """Wait until the workers serve, and start the planner. Raises PacelineError if a worker does not serve."""
@@ -148,6 +161,7 @@ class ModelStack:
 
     def _check_added(self, added: Mapping[Role, int]) -> None:
         """Raise ConfigError if the model or the memory allows no such workers."""
+        checks.check_roles(self.config, self.is_encoder, added)
         checks.check_encode_workers(self.config, self.folder, added.get("encode", 0))
         if self._processes.stack_serves:  # the first workers were checked with the rest of the stack
             checks.check_more_workers(self.config, self.folder, sum(added.values()), available_memory())

@@ -39,13 +39,21 @@ _GATEWAY = (
 """Options of `serve` that only the gateway has, and that apply to all models."""
 _MODEL = tuple(name for name in own_options(GatewayConfig) if name in ServeConfig.model_fields and name != "model")
 """Options of `serve` that the gateway has for each model."""
-_SERVE = ("prefill", "decode", "encode", "planner", "cache_dir", "cache_size", "revision", "models_file")
+_SERVE = ("prefill", "decode", "encode", "pool", "planner", "cache_dir", "cache_size", "revision", "models_file")
 """Options of `serve` that no service of a fleet has."""
 _SERVICE = ("log_level", "log_format", "drain_seconds")
 """Options of `serve` that each service has."""
 
 
-def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, secret: Path) -> str:
+def fleet_settings(
+    config: ServeConfig,
+    model: Path,
+    redis: str,
+    cluster: str,
+    secret: Path,
+    is_encoder: bool = False,
+    turns_file: str = "",
+) -> str:
     """Return the text of the file for the services of one model, except the gateway.
 
     It has every option of `config` under the name that it has in these services.
@@ -54,10 +62,17 @@ def fleet_settings(config: ServeConfig, model: Path, redis: str, cluster: str, s
         model: the folder that `config.model` was resolved to.
         redis: URL of Redis.
         secret: the file with the secret that the services share.
+        is_encoder: whether the model has pool workers, which have other defaults.
+        turns_file: the file by which workers of several models take turns; "" if there is one model.
     """
-    left_out = (*_GATEWAY, *_MODEL, *_SERVE, "served_model_name")
+    left_out = {*_GATEWAY, *_MODEL, *_SERVE, "served_model_name"} - {"convert", "pooler_config"}
     options = {name: value for name, value in config.model_dump().items() if name not in left_out}
     options |= {"model": str(model), "redis": redis, "cluster": cluster, "auth_token_file": str(secret)}
+    if is_encoder:
+        own_defaults = {"max_seqs", "max_batched_tokens"} - config.model_fields_set
+        options = {name: value for name, value in options.items() if name not in own_defaults}
+    if turns_file:
+        options["turns_file"] = turns_file
     options["packed_dir"] = str(cache_folder(config) / "packed")
     # The planner reads the objectives of the classes.
     planner = {"classes_file": config.classes_file}

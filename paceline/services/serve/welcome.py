@@ -15,6 +15,8 @@ from redis.exceptions import RedisError
 from paceline.core import env
 from paceline.core.config import ServeConfig
 from paceline.core.errors import UnavailableError
+from paceline.core.pooling_config import PoolingConfig
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import connect, read_members
 from paceline.services.common.secret import Secret
@@ -70,14 +72,17 @@ def first_request(
         models: names of all models.
     """
     body: dict[str, object] = {"model": served_name(config), "max_tokens": 64}
-    if config.chat_template or _has_chat_template(model):
-        path = "chat/completions"
+    pooling = read_pooling_config(model)
+    if pooling is not None:
+        path, body = _first_pooling(pooling, served_name(config))
+    elif config.chat_template or _has_chat_template(model):
+        path = "v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
     else:
-        path = "completions"
+        path = "v1/completions"
         body["prompt"] = "The sky is blue because"
     lines = [
-        f"{_curl(config, address)}/v1/{path} -H 'Content-Type: application/json'",
+        f"{_curl(config, address)}/{path} -H 'Content-Type: application/json'",
         *_certificate_lines(config),
         *_key_lines(config),
     ]
@@ -86,6 +91,16 @@ def first_request(
     computing = f" Workers compute with {' and '.join(numerics)}." if numerics else ""
     named = f" The models are {' and '.join(models)}." if len(models) > 1 else ""
     return f"\nReady.{named}{computing} Try it:\n\n  {request}\n\nCtrl-C stops.\n"
+
+
+def _first_pooling(pooling: PoolingConfig, name: str) -> tuple[str, dict[str, object]]:
+    """Return the path and the body of a request for a task of the model."""
+    if "embed" in pooling.tasks:
+        return "v1/embeddings", {"model": name, "input": ["Why is the sky blue?", "A cat sleeps."]}
+    if "score" in pooling.tasks:
+        documents = ["Air scatters blue light.", "Cats sleep."]
+        return "v1/rerank", {"model": name, "query": "Why is the sky blue?", "documents": documents}
+    return "pooling", {"model": name, "input": "Why is the sky blue?"}
 
 
 def _curl(config: ServeConfig, address: str) -> str:

@@ -14,7 +14,7 @@ from paceline.services.common.rpc import open_channel
 from paceline.services.common.set_role import set_role
 from paceline.services.serve.managed_process import ManagedProcess
 
-Role = Literal["prefill", "decode", "encode"]
+Role = Literal["prefill", "decode", "encode", "pool"]
 
 MOST = 64
 """Largest number of workers of one role."""
@@ -163,7 +163,7 @@ class WorkerFleet:
         }
 
     def give_up(self, process: ManagedProcess) -> bool:
-        """Forget a worker whose process keeps ending, unless it is the only prefill or decode worker.
+        """Forget a worker whose process keeps ending, unless it is the only prefill, decode or pool worker.
 
         If this worker was to replace one that waits to drain, the waiting worker does not drain.
 

@@ -16,6 +16,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.wire import context_from_pb, key_from_pb, key_to_pb, scores_to_pb
 from paceline.services.worker.event_stream import EventStream, Reporter
+from paceline.services.worker.pooling import PoolHandler
 from paceline.services.worker.worker import Worker
 
 Kind: TypeAlias = common_pb2.WorkKind.ValueType
@@ -78,6 +79,8 @@ class ComputingWorker(Protocol):
 def handlers_of(worker: Worker) -> Mapping[Kind, Handler]:
     """Return the handlers of a prefill or decode worker, by the kind of work."""
     handlers: dict[Kind, Handler] = {common_pb2.WORK_KIND_SCORE: partial(score, worker)}
+    if worker.pooler is not None:
+        handlers[common_pb2.WORK_KIND_POOL] = PoolHandler(worker, worker.pooler, worker.limits.max_seqs).serve
     if worker.encoding is not None:
         handlers[common_pb2.WORK_KIND_ENCODE] = worker.encoding.serve
     return handlers

@@ -15,11 +15,11 @@ from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.telemetry import traceparent
 from paceline.core.types import Key
 from paceline.engine.request import Request, RequestStats
-from paceline.engine.step import Computed, Filled, Preempted, Sampled, Scored
+from paceline.engine.step import Computed, Filled, Preempted, Sampled, Scored, States
 from paceline.proto import worker_pb2
 from paceline.services.worker.leases import Reservation
 
-RequestEvent = Sampled | Computed | Filled | Scored | Preempted
+RequestEvent = Sampled | Computed | Filled | Scored | States | Preempted
 """An event that the handler of a request gets."""
 
 ALIVE_SECONDS = 1.0

@@ -7,12 +7,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from paceline.core.context import Context, Tail
 from paceline.core.errors import BusyError, InvalidRequestError, PacelineError, TransferError
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.core.machine import yield_to_others
-from paceline.core.types import Key
+from paceline.core.types import Key, SamplingParams
 from paceline.engine.constraint import Grammar
 from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
@@ -159,6 +160,35 @@ class Intake:
             background=work.background,
             wanted_seconds=work.ttft_seconds if work.HasField("ttft_seconds") else None,
             grammar=grammar,
+        )
+
+    async def reserve_input(self, work: pb.Work, key: Key, context: Context, reusable: int) -> Reservation:
+        """Reserve blocks for one input of work that pools. Cached blocks of its first `reusable` tokens are among them.
+
+        Raises BusyError if there are not enough free blocks.
+        """
+        links = context.links(self._layout.fingerprint)
+        return await self._kv.reserve(key, links, len(context), reusable, work.priority)
+
+    def make_pool_request(
+        self, work: pb.Work, reservation: Reservation, context: Context, states: Literal["last", "all"]
+    ) -> Request:
+        """Return a request for the hidden states of an input, in the blocks of `reservation`.
+
+        Raises UnavailableError if the blocks belong to another context.
+        """
+        reservation.check_context(context, self._layout.fingerprint)
+        return Request(
+            key=reservation.key,
+            context=context,
+            prompt_len=len(context),
+            sampling=SamplingParams(max_tokens=1),
+            layout=self._layout,
+            tables=reservation.tables,
+            computed_len=reservation.filled_tokens,
+            states=states,
+            background=work.background,
+            wanted_seconds=work.ttft_seconds if work.HasField("ttft_seconds") else None,
         )
 
     def check_handoff(self, work: pb.Work, handoff: wire.Handoff) -> None:

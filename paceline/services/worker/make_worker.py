@@ -9,11 +9,13 @@ import uuid
 from paceline.core.config import quantization_of
 from paceline.core.context import Context
 from paceline.core.errors import BusyError
+from paceline.core.pooling_choice import pooling_choice
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
+from paceline.models.pooling.causal import load_pooler
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.worker.kv_memory import KVMemory, device_memory
@@ -45,7 +47,11 @@ async def warm_up(worker: Worker) -> bool:
         log.info("not warmed up: %s", error)
         return False
     worker.kv.use(lease.key)
-    request = worker.intake.make_request(work, lease, context, None)
+    intake = worker.intake
+    if worker.only_pools:
+        request = intake.make_pool_request(work, lease, context, "last")
+    else:
+        request = intake.make_request(work, lease, context, None)
     computing = asyncio.create_task(asyncio.to_thread(_compute, worker, request))
     try:
         await asyncio.shield(computing)
@@ -74,7 +80,9 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
     itl_target = config.itl_target_ms / 1000 or None
     limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight, itl_target)
-    worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns)
+    how = loaded.model.config.bidirectional, pooling_choice(config)
+    pooler = await asyncio.to_thread(load_pooler, setup.folder, *how)
+    worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns, pooler)
     await warm_up(worker)
     await worker.load_for(setup.role.name)
     return worker

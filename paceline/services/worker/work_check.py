@@ -79,6 +79,31 @@ def check_encode(work: pb.Work, most_rows: int) -> None:
         )
 
 
+def check_pool(work: pb.Work, max_model_len: int) -> None:
+    """Raise InvalidRequestError for work of the kind POOL that a worker can never do. The model checks token ids.
+
+    Args:
+        max_model_len: largest number of tokens of an input.
+    """
+    _check_key(work)
+    if work.token_ids or not work.pool.inputs:
+        raise InvalidRequestError("work to pool has at least one input, and no other tokens")
+    for each in work.pool.inputs:
+        length = len(each.token_ids)
+        if not 0 < length <= max_model_len:
+            raise InvalidRequestError(f"an input has {length} tokens; this worker takes 1 to {max_model_len}", "input")
+        if each.second_start >= length or each.prompt_tokens > length:
+            raise InvalidRequestError("the second text and the prompt of an input must be inside of it", "input")
+
+
+def check_pool_texts(work: pb.Work, vocab_size: int) -> None:
+    """Raise InvalidRequestError for work of the kind POOL that a decoder with this vocabulary can never do."""
+    for index, each in enumerate(work.pool.inputs):
+        if each.media:
+            raise InvalidRequestError("this model pools texts, not images or audio", f"input[{index}]")
+        check_token(max(each.token_ids), vocab_size)
+
+
 def check_token(token: int, vocab_size: int) -> None:
     """Raise InvalidRequestError if `token` is not below the size of the vocabulary."""
     if token >= vocab_size:

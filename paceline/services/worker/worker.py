@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import RoleTurns
 from paceline.core.types import Key
@@ -19,6 +19,7 @@ from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
+from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.registry import Role
@@ -33,7 +34,7 @@ from paceline.services.worker.intake import Intake
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.request_media import RequestMediaTable
-from paceline.services.worker.work_check import check_encode, check_work
+from paceline.services.worker.work_check import check_encode, check_pool, check_pool_texts, check_work
 from paceline.services.worker.worker_role import WorkerRole
 
 Argument = TypeVar("Argument")
@@ -71,6 +72,7 @@ class Worker:
         role: the worker's role, which may change.
         memory: memory of KV blocks in which the device computes.
         turns: the worker's time slices; None if it shares its cores with no other worker.
+        pooler: makes vectors or labels of hidden states; None if the model only generates.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Worker:
         kv: KVClient,
         limits: WorkerLimits,
         turns: RoleTurns | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         self.model_id = model_id
         self.role = role
@@ -98,6 +101,7 @@ class Worker:
         self.takes_turns = turns is not None
         self.admission = WorkerAdmission(limits.max_seqs)
         self._facts = loaded.model.config
+        self.pooler = pooler
         self.intake = Intake(loaded, kv)
         self._streams = EventStreams()
         self.dispatcher = Dispatcher(kv, self._streams, self.media)
@@ -110,6 +114,7 @@ class Worker:
             limits.max_seqs,
             loaded.max_drafts,
             loaded.model.config.whole_media,
+            loaded.model.config.bidirectional,
         )
         rows = None if self.encodings is None else self.encodings.rows
         self.runner = loaded.runner(memory.pool, self.engine_limits, rows)
@@ -144,6 +149,11 @@ class Worker:
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
             self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
+
+    @property
+    def only_pools(self) -> bool:
+        """Whether the model gives vectors or labels, and no text."""
+        return self._facts.only_pools
 
     @property
     def max_model_len(self) -> int:
@@ -241,6 +251,11 @@ class Worker:
             raise UnavailableError("this worker serves another model")
         if work.kind == pb.WORK_KIND_ENCODE:
             check_encode(work, self.limits.max_model_len)
+        elif work.kind == pb.WORK_KIND_POOL:
+            check_pool(work, self.limits.max_model_len)
+            check_pool_texts(work, self._facts.vocab_size)
+        elif self._facts.only_pools:
+            raise InvalidRequestError("this model gives vectors or labels, and no text", "model")
         else:
             check_work(work, self.limits.max_model_len, self._facts.vocab_size, self._facts.has_grids)
 

@@ -52,11 +52,14 @@ class AnyWorker(Protocol):
 
     engine: Engine
     admission: WorkerAdmission
-    layout: KVLayout
     weights: str
     """Digest of the model's config and weights; workers with equal digests can continue each other's answers."""
     failed: asyncio.Future[None]
     """A future that gets an exception if the engine fails."""
+
+    @property
+    def layout(self) -> KVLayout | None:
+        """Layout of the blocks with which the worker computes; None if it has none."""
 
     @property
     def max_model_len(self) -> int:
@@ -82,10 +85,21 @@ AddServices = Callable[[grpc.aio.Server, W], Callable[[], Framed] | None]
 host; None if the worker has no such socket."""
 
 
-async def run_worker(config: WorkerConfig, role: Role, make: MakeWorker[W], add_services: AddServices[W]) -> None:
-    """Serve until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on."""
+Resolve = Callable[[WorkerConfig], ComputeOptions]
+"""A function that resolves the options of a worker's computation."""
+
+
+async def run_worker(
+    config: WorkerConfig, role: Role, make: MakeWorker[W], add_services: AddServices[W], resolve: Resolve | None = None
+) -> None:
+    """Serve until SIGTERM, then drain. Raises PacelineError if the worker cannot start or go on.
+
+    Args:
+        resolve: for a worker without KV blocks: resolves the options of its computation. Such a worker has no session
+            with a kvtransfer.
+    """
     stop = stop_on_signals()
-    process = await start_unless_stopped(WorkerProcess.start(config, role, make, add_services), stop)
+    process = await start_unless_stopped(WorkerProcess.start(config, role, make, add_services, resolve), stop)
     announce_ready(config, process.address)
     log.info("%s %s serves at %s, computes with %s", role, process.worker_id, process.address, process.numerics)
     try:
@@ -96,9 +110,9 @@ async def run_worker(config: WorkerConfig, role: Role, make: MakeWorker[W], add_
 
 
 class WorkerProcess(Generic[W]):
-    """A worker with its server, its session with kvtransfer and its membership in the cluster."""
+    """A worker with its server, its membership in the cluster and, if it has KV blocks, its session with kvtransfer."""
 
-    def __init__(self, config: WorkerConfig, role: Role) -> None:
+    def __init__(self, config: WorkerConfig, role: Role, resolve: Resolve | None = None) -> None:
         self.worker_id = config.worker_id
         self.address = ""
         self.socket = ""
@@ -113,7 +127,9 @@ class WorkerProcess(Generic[W]):
         self._files = read_model_files(folder)
         self._lease = lease_model(folder)
         self._worker: W | None = None
-        self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials)
+        self._resolve = resolve or ComputeOptions.resolve
+        has_blocks = resolve is None
+        self._kv = KVClient(config.kvtransfer_address, config.worker_id, role, credentials) if has_blocks else None
         self._startup_seconds = 0.0
         self._state_since = time.monotonic()
         self._process_samples = ProcessSamples()
@@ -130,14 +146,19 @@ class WorkerProcess(Generic[W]):
 
     @classmethod
     async def start(
-        cls, config: WorkerConfig, role: Role, make: MakeWorker[W], add_services: AddServices[W]
+        cls,
+        config: WorkerConfig,
+        role: Role,
+        make: MakeWorker[W],
+        add_services: AddServices[W],
+        resolve: Resolve | None = None,
     ) -> WorkerProcess[W]:
         """Register in Redis, load the model, join the arena and serve. Raises PacelineError.
 
         If this fails or is cancelled, everything is undone.
         """
         worker_id = config.worker_id or unique_name(role)
-        process = cls(config.model_copy(update={"worker_id": worker_id}), role)
+        process = cls(config.model_copy(update={"worker_id": worker_id}), role, resolve)
         async with process._undo:
             await process._start(make, add_services)
             process._undo = process._undo.pop_all()
@@ -145,14 +166,15 @@ class WorkerProcess(Generic[W]):
 
     async def _start(self, make: MakeWorker[W], add_services: AddServices[W]) -> None:
         config, undo = self._config, self._undo
-        undo.push_async_callback(self._kv.session.close)
+        if self._kv is not None:
+            undo.push_async_callback(self._kv.session.close)
         undo.push_async_callback(self._leave)
         # The server only binds its port here and starts after the model is loaded, because gRPC takes no services after
         # the start. Calls wait until then.
         self.address = self._server.known_as(reachable_address(config, self._server.bind()))
         await self._registrar.start()
         torch.set_num_threads(config.threads or available_cores())
-        compute = await asyncio.to_thread(ComputeOptions.resolve, config)
+        compute = await asyncio.to_thread(self._resolve, config)
         self.numerics = compute.numerics
         worker = await make(WorkerSetup(config, compute, self._role, self._files.digest, self._kv, undo))
         if await asyncio.to_thread(read_model_files, Path(config.model)) != self._files:
@@ -162,7 +184,7 @@ class WorkerProcess(Generic[W]):
         worker.engine.start()
         undo.push_async_callback(self._stop_engine, worker)
         undo.push_async_callback(self._leave)  # no call may be left when the engine stops
-        if connection is not None:
+        if connection is not None and self._kv is not None:
             listener = UnixListener(self._kv.session.arena_path.parent, connection)
             await listener.start()
             undo.push_async_callback(listener.close)
@@ -175,8 +197,9 @@ class WorkerProcess(Generic[W]):
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Wait until `stop` is set or kvtransfer leaves. Raises UnavailableError if the worker cannot go on."""
-        await self._first(_first_set(stop, self._kv.session.leaving))
-        if self._kv.session.lost.done() and not stop.is_set():
+        kv = self._kv
+        await self._first(_first_set(stop, *([] if kv is None else [kv.session.leaving])))
+        if kv is not None and kv.session.lost.done() and not stop.is_set():
             # All blocks are lost with the session. A new process is the simplest way back to a clean state.
             raise UnavailableError("the kvtransfer service of this host went away")
 
@@ -193,20 +216,22 @@ class WorkerProcess(Generic[W]):
         self._registrar.announce()
         await self._server.set_ready(False)
         await self._first(self._empty(seconds))
-        if self._kv.session.lost.done() and admission.active:
+        if self._kv is not None and self._kv.session.lost.done() and admission.active:
             log.warning("the kvtransfer service of this host went away while %d requests ran", admission.active)
 
     async def _empty(self, seconds: float) -> None:
         """Wait up to `seconds` until nothing runs and other hosts have copied this host's hot prefixes."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.worker.admission.drain(seconds))
-            group.create_task(self._kv.leave(seconds))
+            if self._kv is not None:
+                group.create_task(self._kv.leave(seconds))
 
     async def _first(self, awaited: Coroutine[Any, Any, Any]) -> None:
         """Wait until `awaited` is done, the session is lost or the engine fails. The last raises UnavailableError."""
         task = asyncio.create_task(awaited)
+        lost = [] if self._kv is None else [self._kv.session.lost]
         try:
-            await asyncio.wait((task, self._kv.session.lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, *lost, self.worker.failed), return_when=asyncio.FIRST_COMPLETED)
         finally:
             task.cancel()
         if self.worker.failed.done():
@@ -244,7 +269,7 @@ class WorkerProcess(Generic[W]):
             role=self._role.name,
             epoch=self._role.epoch,
             address=self.address,
-            host_id=self._kv.session.host_id,
+            host_id="" if self._kv is None else self._kv.session.host_id,
             state="starting",
             model=self._files.digest,
             files=self._files.digests,
@@ -260,7 +285,7 @@ class WorkerProcess(Generic[W]):
         return replace(
             member,
             state="draining" if worker.admission.draining else "ready",
-            layout=worker.layout.fingerprint,
+            layout="" if worker.layout is None else worker.layout.fingerprint,
             weights=worker.weights,
             max_model_len=worker.max_model_len,
             events=self.socket if self._role.name == "decode" else "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.numerics import Numerics
 from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
-from paceline.core.turns import RoleTurns, Turns
+from paceline.core.turns import PAGE_BYTES, RoleTurns, Turns
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.config import read_facts, rounds_input, weight_form
@@ -43,9 +44,7 @@ class ComputeOptions:
     @classmethod
     def resolve(cls, config: WorkerConfig) -> ComputeOptions:
         """Resolve the options from the model's config and this machine's devices. Raises ConfigError or ModelError."""
-        device, has_pool = _device(config), has_pools(config)
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
+        device, has_pool = chosen_device(config), has_pools(config)
         if device.type == "cuda" and not has_pool:
             raise ConfigError(f"{device} cannot compute in the arena; leave out --kv-pool, or set it to device")
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
@@ -60,11 +59,23 @@ class ComputeOptions:
         return cls(device, dtype, kernels, has_pool, numerics)
 
 
-def _device(config: WorkerConfig) -> torch.device:
+def chosen_device(config: WorkerConfig) -> torch.device:
+    """Return the device of --device. Raises ConfigError if torch cannot use it here."""
+    device = None
     with contextlib.suppress(RuntimeError):  # torch knows no such device
-        if (device := torch.device(config.device)).type in ("cpu", "cuda"):
-            return device
-    raise ConfigError(f"--device {config.device} is not supported; use cpu or cuda")
+        device = torch.device(config.device)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {config.device} is not supported; use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {config.device}: torch finds no GPU here; use cpu, or install torch with CUDA")
+    return device
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the type with this name. Raises ConfigError if nothing is computed in it."""
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 def _dtype(config: WorkerConfig) -> torch.dtype:
@@ -74,9 +85,7 @@ def _dtype(config: WorkerConfig) -> torch.dtype:
         if name == "float16":
             log.info("the model's weights are float16 and are computed in bfloat16; --dtype float32 loses no bits")
             name = "bfloat16"
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype {name} is not supported; choose one with --dtype {' or --dtype '.join(_DTYPES)}")
-    return _DTYPES[name]
+    return named_dtype(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +110,20 @@ class WorkerSetup:
     role: WorkerRole
     model_id: str
     """Digest of the model's config and tokenizer."""
-    kv: KVClient
+    kv_client: KVClient | None
+    """The worker's client of kvtransfer; None if the worker has no KV blocks."""
     undo: contextlib.AsyncExitStack
     """Functions to call when the worker's engine has stopped."""
 
     @property
     def folder(self) -> Path:
         return Path(self.config.model)
+
+    @property
+    def kv(self) -> KVClient:
+        """The client of kvtransfer of a worker that has KV blocks."""
+        assert self.kv_client is not None
+        return self.kv_client
 
     @property
     def packed_dir(self) -> Path | None:
@@ -126,12 +142,38 @@ class WorkerSetup:
         """
         arena = await self.kv.session.attach(layout, self.config.max_model_len or max_position)
         blocks = torch.frombuffer(arena.blocks, dtype=self.compute.dtype)
-        turns = turns_of(
-            self.config, self.compute.device, arena.turns, self.kv.session.id, self.compute.kernels.take_turns
-        )
+        page = _page_of(self.config) or arena.turns
+        turns = turns_of(self.config, self.compute.device, page, self.kv.session.id, self.compute.kernels.take_turns)
         if turns is not None:
             turns.take_role(self.role.name == "decode")
         return ArenaPlace(blocks, arena.path, arena.slots, turns)
+
+
+def machine_turns(setup: WorkerSetup) -> RoleTurns | None:
+    """Return the time slices of a worker without an arena, which takes turns as a prefill worker; None if it shares its
+    cores with no other worker. Raises ConfigError if --turns-file cannot be used."""
+    page = _page_of(setup.config)
+    if page is None:
+        return None
+    turns = turns_of(setup.config, setup.compute.device, page, os.getpid(), setup.compute.kernels.take_turns)
+    if turns is not None:
+        turns.take_role(False)
+    return turns
+
+
+def _page_of(config: WorkerConfig) -> memoryview | None:
+    """Return the page of --turns-file, which is made if it is missing; None without this option."""
+    if not config.turns_file:
+        return None
+    try:
+        file = os.open(config.turns_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.truncate(file, PAGE_BYTES)
+            return memoryview(mmap.mmap(file, PAGE_BYTES))
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ConfigError(f"--turns-file {config.turns_file} cannot be used: {error}") from error
 
 
 def turns_of(

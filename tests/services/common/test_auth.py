@@ -85,6 +85,27 @@ async def test_every_method_of_every_service_refuses_strangers(method: Method, c
         assert service.metadata == []
 
 
+ROTATION = [
+    Credentials(Secret(*texts))
+    for texts in (("old" * 6,), ("old" * 6, "new" * 6), ("new" * 6, "old" * 6), ("new" * 6,))
+]
+"""The secrets of a service while the cluster changes its secret: one restart for each step."""
+
+
+@pytest.mark.parametrize("step", range(3))
+async def test_services_of_two_steps_of_a_change_of_the_secret_accept_each_other(step: int) -> None:
+    earlier, later = ROTATION[step : step + 2]
+    for server, caller in ((earlier, later), (later, earlier)):
+        async with serving(server) as (address, _), open_channel(address, caller) as channel:
+            assert await is_serving(channel, timeout=10)
+            assert (await kvtransfer_pb2_grpc.KVTransferStub(channel).Ledger(kvtransfer_pb2.LedgerRequest())).total == 7
+
+
+async def test_the_end_of_a_change_does_not_accept_the_old_secret() -> None:
+    async with serving(ROTATION[3]) as (address, _):
+        assert await outcome(address, ROTATION[0], LEDGER) == (grpc.StatusCode.UNAUTHENTICATED, REFUSAL)
+
+
 def test_the_methods_are_those_that_there_are() -> None:
     paths = {method.path for method in methods()}
     assert {"/paceline.v1.KVTransfer/Attach", "/paceline.v1.Decode/Generate", "/grpc.health.v1.Health/Check"} <= paths

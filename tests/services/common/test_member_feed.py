@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 
 import pytest
+from redis.exceptions import ResponseError
 
 from paceline.proto.fleet_pb2 import LoadReport
 from paceline.services.common import member_feed
@@ -20,12 +21,14 @@ from paceline.services.common.registry import (
     connect,
     member_key,
     names_key,
+    read_members,
     remove_member,
     write_member,
 )
 from paceline.services.common.secret import Secret
 
 NO_SECRET = Secret()
+LARGEST_ID = "18446744073709551615-18446744073709551615"
 
 
 def member(name: str, running: int = 0, beats: bool = True) -> Member:
@@ -192,6 +195,29 @@ async def test_after_a_flush_the_next_beat_is_heard(desk: Desk) -> None:
     await asyncio.sleep(0.002)  # within the same millisecond, the new stream would give the old id again
     await desk.write(member("d"))
     assert await desk.read() == News(heard=["d"])
+
+
+async def test_beats_go_on_after_an_entry_with_the_largest_id(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    await desk.write(member("d"))
+    await desk.redis.xadd(beats_key(desk.cluster), {"x": "y"}, id=LARGEST_ID)
+    await desk.read()
+    with pytest.raises(ResponseError):
+        await desk.write(member("d", running=1))
+    monkeypatch.setattr(desk.feed, "_scan_at", 0.0)
+    await desk.read()
+    await desk.write(member("d", running=2))
+    news = await desk.read()
+    assert (news.heard, news.changed) == (["d"], [member("d", running=2)])
+
+
+async def test_keys_that_others_have_given_another_type_are_made_again(desk: Desk) -> None:
+    for key in (beats_key(desk.cluster), names_key(desk.cluster)):
+        await desk.redis.delete(key)
+        await desk.redis.set(key, "not ours")
+        with pytest.raises(ResponseError):
+            await desk.write(member("d"))
+        await desk.write(member("d"))
+    assert await read_members(desk.redis, desk.cluster, desk.signatures) == [member("d")]
 
 
 async def test_a_redis_whose_clock_is_behind_is_followed(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 
@@ -32,6 +33,15 @@ def test_what_was_signed_is_taken_as_it_was(name: str, member: bytes) -> None:
     reader = signing()
     assert reader.version(name, beat) == version_of(member)
     assert reader.open(name, value) == member
+
+
+def test_members_are_read_while_the_secret_changes() -> None:
+    old, new = "the old secret of us", "the new secret of us"
+    steps = [Secret(old), Secret(old, new), Secret(new, old), Secret(new)]
+    for writer, reader in itertools.pairwise(steps):
+        for one, other in ((writer, reader), (reader, writer)):
+            assert signing(other).open("d", signing(one).sign("d", MEMBER)[0]) == MEMBER
+    assert signing(steps[3]).open("d", signing(steps[0]).sign("d", MEMBER)[0]) is None
 
 
 @given(st.data(), st.integers(1, 255))

@@ -47,6 +47,13 @@ def test_a_line_end_is_no_part_of_it(tmp_path: Path) -> None:
     assert read_secret(written(tmp_path, b"  0123456789abcdef\r\n")).matches("0123456789abcdef")
 
 
+def test_a_second_line_is_accepted_as_well(tmp_path: Path) -> None:
+    secret = read_secret(written(tmp_path, b"0123456789abcdef\nfedcba9876543210\n"))
+    assert secret.key("x") == Secret("0123456789abcdef").key("x")
+    assert secret.keys("x") == (secret.key("x"), Secret("fedcba9876543210").key("x"))
+    assert [secret.matches(text) for text in ("0123456789abcdef", "fedcba9876543210", "")] == [True, True, False]
+
+
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o611, 0o666])
 def test_what_others_may_open_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(ConfigError, match="chmod 600"):

@@ -155,7 +155,7 @@ class Stack:
         self.url = "http://localhost" if config.uds else f"{'https' if self._authority else 'http'}://{address}"
         self.http = self.client()
         # On a busy machine the gateway's first read of the fleet may take longer than its start.
-        if any(worker.role == "decode" for worker in self.workers.values()):
+        if any(worker.role in ("decode", "pool") for worker in self.workers.values()):
             await eventually(self._is_healthy)
 
     @functools.cached_property
@@ -311,21 +311,26 @@ def media_tokenizer(media_model: Path, processor: Processor) -> Tokenizer:
 
 @pytest.fixture
 async def start_stack(redis_server: str, toy_model: Path) -> AsyncIterator[StartStack]:
-    """Return a function that starts stacks with `prefill` and `decode` workers. `options` are the gateway's."""
+    """Return a function that starts stacks with workers of three roles. `options` are the gateway's."""
     stacks: list[Stack] = []
 
     async def start(
-        prefill: int = 1, decode: int = 1, redis: str = redis_server, authority: Path | None = None, **options: Any
+        prefill: int = 1,
+        decode: int = 1,
+        pool: int = 0,
+        redis: str = redis_server,
+        authority: Path | None = None,
+        **options: Any,
     ) -> Stack:
         cluster = uuid.uuid4().hex
         # The tests' prompts are short, but most tests need a handoff.
         settings = {"model": str(toy_model), "port": 0, "drain_seconds": 5.0, "stall_seconds": PATIENCE}
-        if not prefill + decode:
+        if not prefill + decode + pool:
             settings["queue_seconds"] = 0.5  # nobody waits long for workers that do not come
         settings |= {"local_prefill_tokens": 0, **options}
         stack = Stack(redis, GatewayConfig(redis=redis, cluster=cluster, **settings), authority)
         stacks.append(stack)
-        for role, count in (("prefill", prefill), ("decode", decode)):
+        for role, count in (("prefill", prefill), ("decode", decode), ("pool", pool)):
             for index in range(count):
                 await stack.add(role, f"{role}-{index}")  # type: ignore[arg-type]
         await stack.start()

@@ -13,6 +13,7 @@ from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.common.tasks import end_tasks
 from tests.services.gateway.toy_calls import ADMISSION, ToyCalls, cached_tokens
+from tests.services.gateway.toy_pooling import toy_events
 
 
 class ToyPrefill(worker_pb2_grpc.PrefillServicer):
@@ -129,6 +130,12 @@ class ToyCompute(worker_pb2_grpc.ComputeServicer):
             await context.write(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=work.key)))
             if work.kind == common_pb2.WORK_KIND_ENCODE:
                 await self._encode(work, context)
+                return
+            if work.kind == common_pb2.WORK_KIND_POOL:
+                for count, event in enumerate(toy_events(work.pool)):
+                    await self._toy.progress(call, count, context)
+                    await context.write(event)
+                await context.write(worker_pb2.ComputeEvent(computed=worker_pb2.Computed()))
                 return
             await self._toy.read_encodings(work)
             for count, scores in enumerate(self._toy.scores(work)):

@@ -15,7 +15,7 @@ from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto.common_pb2 import Key
 from paceline.services.common.shared_memory import map_arena
-from paceline.services.kvtransfer.transport import ArenaMemory, Source
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
 from tests.services.kvtransfer.kv_host import SLOT, Host, Worker, key, release, reserve
 from tests.services.kvtransfer.kv_toolkit import chain
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from paceline.core.kv_layout import GroupShape, KVGroup, KVLayout
 from paceline.core.types import Key
-from paceline.services.kvtransfer.lease import Lease
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.lease import Lease
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 
 LEASE = 10.0
 DECODE, PREFILL, OTHER = 11, 22, 33

@@ -14,11 +14,11 @@ from paceline.kernels.codes import CODES
 from paceline.kernels.native import NativeKernels
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.layout import layout_to_pb
-from paceline.services.kvtransfer.disk_tier import DiskOptions, DiskTier
+from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions, DiskTier
 from tests.services.kvtransfer.kv_host import SLOT
 from tests.services.kvtransfer.kv_pair import CONTEXT, TOKENS, pair
 from tests.services.kvtransfer.kv_toolkit import chain
-from tests.services.kvtransfer.test_disk_tier import Arena, eventually, name
+from tests.services.kvtransfer.transfers.test_disk_tier import Arena, eventually, name
 
 KV_HEADS, HEAD_DIM, BLOCKS = 1, 64, -(-TOKENS // 16)
 

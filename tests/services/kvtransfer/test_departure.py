@@ -12,7 +12,7 @@ from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
 from tests.services.kvtransfer.kv_host import layout
 from tests.services.kvtransfer.kv_pair import Pair, pair
 from tests.services.kvtransfer.kv_toolkit import Desk, chain
-from tests.services.kvtransfer.test_prefix_transfers import cache, found
+from tests.services.kvtransfer.transfers.test_prefix_transfers import cache, found
 
 
 def hot(desk: Desk, most: int = 100, elsewhere: Sequence[str] = ()) -> list[list[bytes]]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from paceline.services.kvtransfer.fast_transports import fast_transports
-from tests.services.kvtransfer.transports import arena
+from tests.services.kvtransfer.transport_cases import arena
 
 
 @pytest.mark.parametrize(("only_here", "measured"), [(False, True), (True, False)])

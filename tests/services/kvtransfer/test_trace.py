@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from paceline.core.errors import StaleError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.ledger import Ledger
+from paceline.services.kvtransfer.ledger.ledger import Ledger
 from paceline.services.kvtransfer.operations import adopted, apply
 from tests.services.kvtransfer.kv_host import key, reserve
 from tests.services.kvtransfer.kv_toolkit import make_layout

@@ -14,7 +14,7 @@ from paceline.core.errors import BusyError, PacelineError, UnavailableError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key
 from paceline.services.common.credentials import Credentials
-from paceline.services.kvtransfer.disk_tier import DiskOptions
+from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.kv_client import KVClient
 from tests.services.kvtransfer.kv_host import Host

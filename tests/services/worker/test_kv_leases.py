@@ -9,8 +9,8 @@ import pytest
 from paceline.core.errors import UnavailableError
 from paceline.core.types import Key
 from paceline.services.kvtransfer import keeper
-from paceline.services.kvtransfer.lease import State
-from paceline.services.kvtransfer.lease_book import GRACE_SECONDS
+from paceline.services.kvtransfer.ledger.lease import State
+from paceline.services.kvtransfer.ledger.lease_book import GRACE_SECONDS
 from paceline.services.worker import kv_session
 from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, LEASE, UnreliableHost

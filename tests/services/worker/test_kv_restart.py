@@ -11,7 +11,7 @@ from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.kvtransfer.lease import State
+from paceline.services.kvtransfer.ledger.lease import State
 from paceline.services.kvtransfer.reconciliation import RECONCILE_SECONDS
 from paceline.services.worker.leases import Reservation
 from tests.services.worker.unreliable_host import CONTEXT, KEY, Unreliable, UnreliableHost

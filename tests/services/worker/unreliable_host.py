@@ -16,7 +16,7 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.host_socket import Reply
-from paceline.services.kvtransfer.lease import Lease
+from paceline.services.kvtransfer.ledger.lease import Lease
 from paceline.services.kvtransfer.service import KVTransferService
 from paceline.services.worker.kv_client import KVClient
 

@@ -38,7 +38,10 @@ struct Attention {
     }
     // Returns the position of the last key that a token sees. It never decreases from one token to the next.
     int64_t last_key(const Rows& rows, int64_t token) const {
-        return op.n1 && step.last_keys ? step.last_keys[token] : rows.first_position + token - rows.begin;
+        const int64_t position = rows.first_position + token - rows.begin;
+        if (!op.n1 || !step.last_keys) return position;
+        const int64_t last = step.last_keys[token];
+        return op.n2 && group.window ? least(last, position + group.window - 1) : last;
     }
     int64_t end_key(const Rows& rows) const { return last_key(rows, rows.end - 1) + 1; }
     int64_t first_piece(const Rows& rows) const { return first_key(rows) / kPiece; }

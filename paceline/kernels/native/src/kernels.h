@@ -48,7 +48,7 @@ struct Table {
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
         linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>, logits<T>,
         choose<T>, linear_heads<T>, concat<T>, router_logits<T>, choose_experts<T>, experts<T>, add_gated<T>,
-        sigmoid_and_mul<T>, gated_delta_rule<T>,
+        sigmoid_and_mul<T>, gated_delta_rule<T>, layer_norm<T>, gelu<T>, gelu_and_mul<T>,
     };
 };
 

@@ -107,7 +107,8 @@ enum Kind : int32_t {
     kRotate,      // out[tokens, n0 heads, n1 dims]; a: x with token stride n2; b: cos, c: sin, fp32 [tokens, n1]
     kStoreKV,     // a: keys, b: values [tokens, kv_heads, head_dim] into the cache; format: `CacheFormat`
     kAttention,   // out[tokens, heads, head_dim]; a: queries; b: fp32 sinks [heads], or null; f0: scale; f1: softcap;
-                  // n1: whether queries see keys up to `last_keys`, unless that is null; format: `CacheFormat`
+                  // n1: whether queries see keys up to `last_keys`, unless that is null; n2: but no key after their
+                  // window; format: `CacheFormat`
     kSiluAndMul,  // out[rows, n0] = silu(a) * b; b has row stride n1
     kGeluTanhAndMul,
     kAdd,  // likewise
@@ -134,6 +135,10 @@ enum Kind : int32_t {
     // out[tokens, heads * n0 value dims]; a: x for n1 key heads; b: gates; c: time steps; d: rates, fp32 [2, heads];
     // n2: as n1 of kSelectiveScan
     kGatedDeltaRule,
+    kLayerNorm,   // out[rows, n0]; a: x with row stride n1; b: weight; c: bias, or null; d: [rows, n0], added to x first,
+                  // or null; f0: eps
+    kGelu,        // out[rows, n0] = gelu(a); n2: whether in its tanh form
+    kGeluAndMul,  // out[rows, n0] = gelu(a) * b; b has row stride n1
     kKinds,
 };
 

@@ -63,6 +63,7 @@ def attend(
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
     AHEAD: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
     APART: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -71,7 +72,8 @@ def attend(
     With APART, write states fp32 [splits, kv_heads, rows, 2] (row_max, row_sum) and accs fp32 [splits, kv_heads, rows,
     HEAD_DIM] instead. Then the grid is (tiles, kv_heads, splits). Split 0 is the first split that the tile sees.
     CODE is a `KVCode`, or 0. With a code, strides of the cache are in bytes, and place_stride is that of tiles.
-    With AHEAD, a query sees keys up to last_keys, int64 [tokens]. Otherwise it sees no key after its own.
+    With AHEAD, a query sees keys up to last_keys, int64 [tokens], and with BOTH_SIDES no key after its window.
+    Otherwise it sees no key after its own.
     """
     kv_head = tl.program_id(1)
     tile = tiles + 3 * tl.program_id(0)
@@ -80,7 +82,7 @@ def attend(
         return
     token, position, valid = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
     head = kv_head * GROUP + (first_row + tl.arange(0, ROWS)) % GROUP
-    last_key = tl.load(last_keys + token).to(tl.int32) if AHEAD else position
+    last_key = _last_key(last_keys, token, position, WINDOW, AHEAD, BOTH_SIDES)
     first_key, end = tl.min(position, 0) - WINDOW + 1 if WINDOW else 0, tl.max(last_key, 0) + 1
     first_key = tl.maximum(first_key, 0)
     first_split, end_split = first_key // SPLIT, tl.cdiv(end, SPLIT)
@@ -178,6 +180,7 @@ def combine(
     SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
     AHEAD: tl.constexpr,
+    BOTH_SIDES: tl.constexpr,
 ):
     """Merge the states of all splits of one row. Grid: (tiles, kv_heads, largest number of rows of a tile)."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -188,7 +191,7 @@ def combine(
     if token >= tl.load(query_start + request + 1):
         return
     tokens, position, _ = _rows(query_start, context_len, request, first_row, GROUP, ROWS)
-    last_key = tl.load(last_keys + tokens).to(tl.int32) if AHEAD else position
+    last_key = _last_key(last_keys, tokens, position, WINDOW, AHEAD, BOTH_SIDES)
     first_key = tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) if WINDOW else 0
     splits = tl.cdiv(tl.max(last_key, 0) + 1, SPLIT) - first_key // SPLIT
     dim = tl.arange(0, DIM)[None, :]
@@ -204,6 +207,17 @@ def combine(
         row_max, row_sum, acc = _with_sink(row_max, row_sum, acc, tl.load(sinks + head + tl.arange(0, 1)))
     place = (token.to(tl.int64) * kv_heads * GROUP + head) * HEAD_DIM
     tl.store(out + place + dim, (acc / row_sum[:, None]).to(out.dtype.element_ty), dim < HEAD_DIM)
+
+
+@triton.jit
+def _last_key(last_keys, token, position, WINDOW: tl.constexpr, AHEAD: tl.constexpr, BOTH_SIDES: tl.constexpr):
+    """Return the position of the last key that each query sees."""
+    last = position
+    if AHEAD:
+        last = tl.load(last_keys + token).to(tl.int32)
+        if BOTH_SIDES and WINDOW:
+            last = tl.minimum(last, position + WINDOW - 1)
+    return last
 
 
 @triton.jit

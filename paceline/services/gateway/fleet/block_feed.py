@@ -24,8 +24,10 @@ from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
 from paceline.services.common.layout import layout_from_pb
+from paceline.services.common.secret import Secret
+from paceline.services.common.streams import Entry, comes_before, newest_id
 from paceline.services.common.tasks import end_tasks, heeding_cancellation
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
@@ -45,8 +47,7 @@ _LATE = 100
 """Largest number of a host's batches that are kept while the host is asked for its blocks. Beyond it, the oldest are
 dropped."""
 
-_Entry = tuple[bytes, dict[bytes, bytes]]
-"""An entry of a Redis stream: its id and its fields."""
+_NO_SECRET = Secret()
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +72,20 @@ class BlockFeed:
     Args:
         redis: a Redis client whose reads may block for half a second.
         hosts: a function that returns the kvtransfer services that are known now.
+        secret: the secret of the cluster. If it is not empty, events without a hash that is made with it are ignored.
     """
 
     def __init__(
-        self, redis: Redis, cluster: str, hosts: Callable[[], Iterable[RemoteWorker]], index: PrefixIndex
+        self,
+        redis: Redis,
+        cluster: str,
+        hosts: Callable[[], Iterable[RemoteWorker]],
+        index: PrefixIndex,
+        secret: Secret = _NO_SECRET,
     ) -> None:
         self._redis = redis
         self._stream = blocks_stream(cluster)
+        self._keys = block_keys(secret, cluster)
         self._hosts = hosts
         self._index = index
         self._following: dict[str, _Following] = {}
@@ -102,27 +110,26 @@ class BlockFeed:
         last = b""
         while True:
             try:
-                last = last or await self._newest()
+                # Events up to the newest entry are covered by asking the hosts.
+                last = last or await newest_id(self._redis, self._stream)
                 entries = await self._behind(last)
-                for batch in (BlockBatch.from_entry(entry) for _, entry in entries):
+                for batch in (BlockBatch.from_entry(entry, self._keys) for _, entry in entries):
                     if batch is not None:
                         self._take(batch)
-                last = entries[-1][0] if entries else last
+                if entries:
+                    last = entries[-1][0]
+                elif comes_before(await newest_id(self._redis, self._stream), last):
+                    last = b"0-0"  # the stream has begun again, with smaller ids
                 if 0 < len(entries) < _READ:
                     await asyncio.sleep(_PAUSE_SECONDS)
             except (RedisError, OSError, TimeoutError):
                 # The fleet logs that Redis does not answer. Events that are missed meanwhile show as a gap.
                 await asyncio.sleep(_WATCH_SECONDS * random.uniform(0.8, 1.2))
 
-    async def _newest(self) -> bytes:
-        """Return the id of the stream's newest entry. Events up to this entry are covered by asking the hosts."""
-        entries = cast(list[_Entry], await self._redis.xrevrange(self._stream, count=1))
-        return entries[0][0] if entries else b"0-0"
-
-    async def _behind(self, last: bytes) -> list[_Entry]:
+    async def _behind(self, last: bytes) -> list[Entry]:
         """Return the entries after the entry `last`. If there are none, wait up to half a second for new entries."""
         reply = await self._redis.xread({self._stream: last}, count=_READ, block=_BLOCK_MS)
-        streams = cast(list[tuple[bytes, list[_Entry]]], reply or [])
+        streams = cast(list[tuple[bytes, list[Entry]]], reply or [])
         return [entry for _, entries in streams for entry in entries]
 
     def _take(self, batch: BlockBatch) -> None:

@@ -166,9 +166,9 @@ class Fleet:
         """Return whether a worker is ready for work of some kind.
 
         Args:
-            decodes: whether the work needs a decode worker. Other work uses one only if no prefill worker is ready.
+            decodes: whether the work needs a decode worker. Other work uses one only if no other worker is ready.
         """
-        return self.summary.has_decode_worker or (not decodes and self.summary.has_prefill_worker)
+        return self.summary.has_decode_worker or (not decodes and self.summary.has_computing_worker)
 
     @property
     def has_decode_worker(self) -> bool:

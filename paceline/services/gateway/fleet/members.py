@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
@@ -32,10 +33,12 @@ class FleetSummary:
     max_model_len: int
     """Longest context in tokens that a ready decode worker accepts, even if it is set aside; 0 if none is ready."""
     max_computing_len: int
-    """Longest context in tokens for work that needs no decoding: that of prefill workers, or of decode workers if there
-    is no prefill worker."""
-    has_prefill_worker: bool
-    """Whether a prefill worker is ready and not set aside."""
+    """Longest context in tokens for work that needs no decoding: that of pool or prefill workers, or of decode workers
+    if there is none of these."""
+    has_computing_worker: bool
+    """Whether a pool or prefill worker is ready and not set aside."""
+    computing_workers: int
+    """Number of workers that are ready and not set aside, of the role that computes work without decoding."""
     has_decode_worker: bool
     """Whether a decode worker is ready and not set aside."""
     has_planner: bool
@@ -50,22 +53,23 @@ class FleetSummary:
         Args:
             model: the digest of the gateway's model.
         """
-        longest = {"prefill": 0, "decode": 0}
-        available: set[str] = set()
+        longest = {"prefill": 0, "decode": 0, "pool": 0}
+        available: Counter[str] = Counter()
         has_planner = may_be_empty = False
         for worker in members:
             member = worker.member
             if serves(worker, model):
                 longest[member.role] = max(longest[member.role], member.max_model_len)
                 if worker.available:
-                    available.add(member.role)
+                    available[member.role] += 1
             elif member.role == "planner" and worker.available:
                 has_planner, plan = True, member.plan
                 may_be_empty |= plan.leads and not plan.advisory and "decode" in plan.may_be_empty
         return FleetSummary(
             max_model_len=longest["decode"],
-            max_computing_len=longest["prefill"] or longest["decode"],
-            has_prefill_worker="prefill" in available,
+            max_computing_len=longest["pool"] or longest["prefill"] or longest["decode"],
+            has_computing_worker=bool(available["pool"] or available["prefill"]),
+            computing_workers=available["pool"] or available["prefill"] or available["decode"],
             has_decode_worker="decode" in available,
             has_planner=has_planner,
             may_be_empty=may_be_empty,
@@ -73,13 +77,13 @@ class FleetSummary:
 
 
 def serves(worker: RemoteWorker, model: str) -> bool:
-    """Return whether a member is a ready prefill or decode worker of a model, and not shut out.
+    """Return whether a member is a ready prefill, decode or pool worker of a model, and not shut out.
 
     Args:
         model: digest of the model.
     """
     member = worker.member
-    has_role = member.role == "decode" or member.role == "prefill"
+    has_role = member.role == "decode" or member.role == "prefill" or member.role == "pool"
     return has_role and member.model == model and member.state == "ready" and not worker.is_shut_out
 
 
@@ -201,7 +205,7 @@ class Members:
         log.info("%s %s joined at %s", member.role, member.worker_id, member.address)
         if problem := mismatch(str(worker), member.wire):
             log.error("%s gets no calls: %s", worker, problem)
-        elif member.role in ("prefill", "decode", "encode") and member.model != self._model.digest:
+        elif member.role in ("prefill", "decode", "encode", "pool") and member.model != self._model.digest:
             why = f"{self._model.difference(member.files)} of its model differ from this gateway's"
             log.warning("%s %s gets no requests: %s", member.role, member.worker_id, why)
         self._on_standing(worker)

@@ -10,6 +10,7 @@ guard          lets a request in or refuses it, by the rules of `access`
 bodies         limits of bodies, and compressed bodies
 bounds         limits of the JSON in a body, and of the memory of all bodies
 reading        bodies of routes, read on the threads of `pool`
+texts          what JSON can spell and no answer can have
 errors         errors to answer with, and refusals because no worker has room
 error_responses  their answers, in the form of the path's API
 event_streams  streams of events, which end when the client disconnects

@@ -27,6 +27,8 @@ MEMBER_BYTES = 1 << 10
 """Bytes that each member of a gzip body counts in addition to its content, because a body could have a million empty
 members."""
 
+_MOST_DIGITS = 20
+"""Largest number of digits of a Content-Length."""
 _GZIP, _ZLIB, _RAW = 31, 15, -15
 """zlib's `wbits` for the formats gzip, zlib and raw deflate."""
 
@@ -67,7 +69,7 @@ class BodyMiddleware:
             message = f"the file is larger than {self._max_upload_bytes} bytes, the --max-file-size of the gateway"
         headers = Headers(scope=scope)
         announced = headers.get("content-length", "0")
-        if not announced.isdecimal() or int(announced) > most:
+        if not announced.isdecimal() or len(announced) > _MOST_DIGITS or int(announced) > most:
             await logged_response(ApiError(413, message))(scope, receive, send)
             return
         limited = LimitedBody(receive, most, seconds, message).receive

@@ -16,6 +16,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from paceline.core.errors import PacelineError
+from paceline.services.gateway.http import tei_errors
 from paceline.services.gateway.http.errors import RETRY_AFTER_SECONDS, ApiError, retry_after, to_api_error
 from paceline.services.gateway.http.request_scope import scope_of
 
@@ -48,7 +49,7 @@ _MESSAGES_FIELDS = {
 
 
 class ErrorResponse(JSONResponse):
-    """The response to a failed request. It has the format of the Messages API on that API's paths, else OpenAI's."""
+    """The response to a failed request. It has the format of the API that the path belongs to, else OpenAI's."""
 
     def __init__(self, error: ApiError) -> None:
         headers = {"Retry-After": str(retry_after(RETRY_AFTER_SECONDS))} if error.status in (429, 503) else {}
@@ -60,6 +61,10 @@ class ErrorResponse(JSONResponse):
         request_scope.error_type = error.body["error"]["type"]
         if is_messages_path(scope["path"]):
             self.body = self.render(messages_error_body(error.status, str(error), request_scope.id))
+            self.headers["content-length"] = str(len(self.body))
+        elif request_scope.is_tei or scope["path"] in tei_errors.PATHS:
+            self.status_code, body = tei_errors.tei_error(error)
+            self.body = self.render(body)
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 

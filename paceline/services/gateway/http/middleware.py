@@ -33,6 +33,18 @@ ID_PREFIXES = {
     "/rerank": "rerank-",
     "/v1/rerank": "rerank-",
     "/v2/rerank": "rerank-",
+    "/v1/embeddings": "embd-",
+    "/embeddings": "embd-",
+    "/v1/embed": "embd-",
+    "/v2/embed": "embd-",
+    "/pooling": "pool-",
+    "/classify": "classify-",
+    "/v1/classify": "classify-",
+    "/embed": "embd-",
+    "/embed_all": "embd-",
+    "/embed_sparse": "embd-",
+    "/predict": "classify-",
+    "/similarity": "embd-",
 }
 """The prefix of request ids for each route whose answers workers compute."""
 

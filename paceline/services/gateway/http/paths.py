@@ -20,6 +20,10 @@ MOST_RUNS = 8
 """Largest number of doubled slashes that are mended in one path."""
 
 
+TEI_PATH = "/embed"
+"""The route for POST /. Clients of TEI, such as LangChain's, send texts to the URL of the server itself."""
+
+
 class Access(enum.Enum):
     """The callers to whom a route is open."""
 
@@ -84,6 +88,19 @@ DECISIONS: dict[str, Access] = {
     "/rerank": Access.CLIENT,
     "/v1/rerank": Access.CLIENT,
     "/v2/rerank": Access.CLIENT,
+    "/v1/embeddings": Access.CLIENT,
+    "/embeddings": Access.CLIENT,
+    "/v1/embed": Access.CLIENT,
+    "/v2/embed": Access.CLIENT,
+    "/pooling": Access.CLIENT,
+    "/classify": Access.CLIENT,
+    "/v1/classify": Access.CLIENT,
+    "/embed": Access.CLIENT,
+    "/embed_all": Access.CLIENT,
+    "/embed_sparse": Access.CLIENT,
+    "/predict": Access.CLIENT,
+    "/similarity": Access.CLIENT,
+    "/info": Access.CLIENT,
     # These two show and end requests of others only to admins.
     "/trace/{request_id:path}": Access.CLIENT,
     "/abort_requests": Access.CLIENT,
@@ -110,10 +127,9 @@ def decision_for(path: str) -> Access | None:
     return next((access for pattern, access in _PATTERNS if pattern.match(path)), None)
 
 
-_NOT_YET = {
-    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/pooling", "/classify"), "embeddings are not supported yet"),
-    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"),
-}
+_NOT_YET = dict.fromkeys(
+    ("/v1/audio/transcriptions", "/v1/audio/translations"), "speech recognition is not supported yet"
+)
 """Paths that other servers of the OpenAI API have, with the reason why each is missing here."""
 
 
@@ -160,8 +176,12 @@ class PathMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (path := self._meant(scope["path"])) != scope["path"]:
-            scope = {**scope, "path": path}
+        if scope["type"] == "http":
+            path = self._meant(scope["path"])
+            if path == "/" and scope["method"] == "POST":
+                path = TEI_PATH
+            if path != scope["path"]:
+                scope = {**scope, "path": path}
         await self._app(scope, receive, send)
 
     def _meant(self, path: str) -> str:

@@ -60,6 +60,8 @@ class RequestScope:
     """Resources that are released when the request ends, or already when its generation begins to run."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers to add to the answer."""
+    is_tei: bool = False
+    """Whether the body has TEI's form, although the path does not belong to TEI alone. Then an error has it, too."""
     error_type: str = ""
     """The `type` of the error in the answer; "" if the answer is no error."""
 

@@ -21,6 +21,7 @@ from paceline.services.gateway.planning.answers.reader import Steps
 from paceline.services.gateway.planning.answers.registry import AnswerForms
 from paceline.services.gateway.planning.cache_hints import Learnt, Mark
 from paceline.services.gateway.planning.constraints.fields import WantedConstraint, begins_in_reasoning
+from paceline.services.gateway.planning.pool_bundle import PoolBundle
 from paceline.services.gateway.planning.sampling import LogprobRules, derived_seed
 from paceline.services.gateway.planning.schemas import ChatRequest, RepetitionDetection
 from paceline.services.gateway.planning.sharing import SharedPrompts
@@ -69,10 +70,14 @@ class PromptPlan:
     """Number of tokens at the prompt's front whose blocks all owners share; see `SharedPrompts`."""
     wanted: WantedConstraint | None = None
     """The request's fields from which the answers' constraint will be made; None if answers may have any form."""
+    pool: PoolBundle | None = None
+    """Inputs that are pooled, whose tokens together are `token_ids`; None for other kinds of work."""
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens of the prompt and its longest allowed answer together."""
+        """Number of tokens of the prompt and its longest allowed answer together; of the longest input of a pool."""
+        if self.pool is not None:
+            return max(len(each.token_ids) for each in self.pool.inputs)
         return len(self.token_ids) + self.sampling.max_tokens
 
 
@@ -102,7 +107,8 @@ class Plan:
     background: bool = False
     """Whether the request is a line of a batch, which may use only idle places of workers."""
     kind: Kind = common_pb2.WORK_KIND_GENERATE
-    """Kind of work for workers: SCORE if only the prompt is scored (`echo` with `max_tokens` 0), else GENERATE."""
+    """Kind of work for workers: SCORE if only the prompt is scored (`echo` with `max_tokens` 0), POOL if prompts are
+    bundles of inputs, else GENERATE."""
     repetition: RepetitionDetection | None = None
     """When to end an answer that repeats itself; None never ends it for that."""
     logprobs_as_ids: bool = False

@@ -19,6 +19,7 @@ from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
+from paceline.services.gateway.http.texts import NOT_UNICODE
 from paceline.services.gateway.planning.chat_template import ChatTemplate, Message
 from paceline.services.gateway.planning.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.marks import MediaMarks, ReservedTokens
@@ -94,6 +95,7 @@ class Tokenizer:
         generation_config: "none" ignores the sampling parameters in generation_config.json.
         media_tokens: the tokens that belong to media. No text is tokenized to such a token.
         max_characters: length of the longest text that `encode` takes; 0 derives it from the model's context.
+        generates: whether the model generates tokens.
 
     Raises:
         ModelError: the folder does not hold a tokenizer that can be read, or the tokenizer lacks a token of media.
@@ -107,6 +109,7 @@ class Tokenizer:
         generation_config: GenerationConfig = "auto",
         media_tokens: MediaTokens = NO_MEDIA,
         max_characters: int = 0,
+        generates: bool = True,
     ) -> None:
         path = folder / "tokenizer.json"
         self._long_texts = ThreadPoolExecutor(LONG_TEXTS, "tokenize", initializer=yield_to_others)
@@ -124,7 +127,7 @@ class Tokenizer:
         model = read_object(folder / "config.json")
         special = special_tokens(folder, settings)
 
-        self.vocabulary = Vocabulary(self._tokenizer)
+        self.vocabulary = Vocabulary(self._tokenizer, generates)
         size = text_value(model, "vocab_size") or self._tokenizer.get_vocab_size()
         if not isinstance(size, int):
             raise ModelError(f"{folder / 'config.json'}: vocab_size must be a positive whole number, not {size!r:.80}")
@@ -181,17 +184,32 @@ class Tokenizer:
 
         A text that spells a reserved token becomes other tokens of the same text.
         """
-        if len(text) > self._max_characters:
-            most = f"{self._max_characters} at once (--max-text-characters)"
-            raise InvalidRequestError(f"{param}: the text has {len(text)} characters; this server reads {most}", param)
-        # Unlike `encode`, the batch form lets other Python threads run.
-        encode = partial(self._encoder.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
-        try:
-            (encoded,) = encode() if len(text) < LONG_CHARACTERS else self._long_texts.submit(encode).result()
-        except (UnicodeEncodeError, TypeError) as error:
-            message = f"{param}: the text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
-            raise InvalidRequestError(message, param) from error
+        (encoded,) = self.encode_batch([(text, param)], add_special_tokens)
         return list(encoded.ids)
+
+    def encode_batch(
+        self, texts: Sequence[tuple[str | tuple[str, str], str]], add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
+        """Return the tokens of texts and pairs of texts. Raises the errors of `encode`.
+
+        Args:
+            texts: each text or pair, and the field that has it, which errors name.
+        """
+        total = 0
+        for text, param in texts:
+            length = len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+            total += length
+            if length > self._max_characters:
+                most = f"{self._max_characters} at once (--max-text-characters)"
+                raise InvalidRequestError(f"{param}: the text has {length} characters; this server reads {most}", param)
+        given = [text for text, _ in texts]
+        # Unlike `encode` of the library, the batch form lets other Python threads run.
+        encode = partial(self._encoder.encode_batch_fast, given, add_special_tokens=add_special_tokens)
+        try:
+            return encode() if total < LONG_CHARACTERS else self._long_texts.submit(encode).result()
+        except (UnicodeEncodeError, TypeError) as error:
+            param = next((param for text, param in texts if not _is_unicode(text)), texts[0][1])
+            raise InvalidRequestError(f"{param}: the text is {NOT_UNICODE}", param) from error
 
     def offsets(self, text: str, add_special_tokens: bool) -> list[tuple[int, int]]:
         """Return the characters (begin, end) of each token of a text; (0, 0) for tokens without text.
@@ -300,6 +318,15 @@ class Tokenizer:
                 f"{folder}: config.json gives media the token {token_id}, which tokenizer.json does not have"
             )
         return text
+
+
+def _is_unicode(text: str | tuple[str, str]) -> bool:
+    """Return whether a text, or both texts of a pair, can be written in UTF-8."""
+    try:
+        "".join(text).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any], chosen: Path | None) -> dict[str, str]:

@@ -21,14 +21,18 @@ class Vocabulary:
     A token may be a part of a character, so it stands for bytes and not for text. Both families of tokenizers that
     cover all bytes are supported: byte-level BPE, and SentencePiece with byte fallback.
 
+    Args:
+        generates: whether the model generates tokens. Otherwise nobody asks for the bytes of one, and any family is
+            right.
+
     Raises:
         ModelError: the tokenizer's decoder does not work on bytes.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, generates: bool = True) -> None:
         self._tokenizer = tokenizer
         self._bytes: dict[int, bytes] = {}
-        self._steps = _decoder_steps(tokenizer)
+        self._steps = _decoder_steps(tokenizer) if generates else []
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}

@@ -15,7 +15,7 @@ from paceline.services.gateway.queueing.claim import Demand
 from paceline.services.gateway.queueing.forecast import UsualAnswers
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement, Snapshot
-from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND
+from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND, computing_of
 
 INTERVAL_SECONDS = 1.0
 LEAST_GAPS = 50
@@ -138,7 +138,7 @@ def are_fed(need: Need, snapshot: Iterable[Candidate]) -> bool:
         hungriest = snapshot.hungriest(need, FED_SECONDS, FED_TOKENS)
         return hungriest is not None and is_fed(hungriest)
     fitting = [c for c in snapshot if c.member.state == "ready" and c.member.max_model_len >= need.context_tokens]
-    computing = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
+    computing = computing_of(fitting)
     return bool(computing) and all(map(is_fed, computing))
 
 

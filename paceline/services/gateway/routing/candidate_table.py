@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from paceline.services.gateway.routing.candidates import Candidate, Need, Snapshot
 from paceline.services.gateway.routing.nominee_search import NomineeSearch
-from paceline.services.gateway.routing.router import PREFILL_TOKENS_PER_SECOND
+from paceline.services.gateway.routing.router import COMPUTING, PREFILL_TOKENS_PER_SECOND
 from paceline.services.gateway.routing.worker_columns import Figures, Kind, KindColumns, WorkerClass
 
 
@@ -96,7 +96,7 @@ class CandidateTable(Snapshot):
 
     def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
         """Return the worker with the least to compute, as `Snapshot.hungriest` defines it."""
-        for role in ("prefill", "decode"):
+        for role in COMPUTING:
             found: Candidate | None = None
             least = math.inf
             for kind, rows in self._kinds.items():

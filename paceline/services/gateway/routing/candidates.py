@@ -118,6 +118,7 @@ class Placement:
 
     decode: Member | None
     prefill: Member | None
+    """The prefill worker, or the pool worker of a model without a decoder."""
     source: str = ""
     """Id of the host from which the computing worker first fetches a prefix; "" if it fetches none."""
     cached_tokens: int = 0
@@ -153,8 +154,8 @@ class Snapshot(abc.ABC, Iterable[Candidate]):
     def hungriest(self, need: Need, seconds: float, tokens: float) -> Candidate | None:
         """Return the worker with the least to compute among workers that could compute a prompt; None if there is none.
 
-        Only prefill workers are compared if there are any, else decode workers. A worker's queue is divided by the
-        prompt tokens that the worker computes in `seconds`, and the worker with the smallest quotient is returned.
+        Only workers of the first role of `COMPUTING` that the fleet has are compared. A worker's queue is divided by
+        the prompt tokens that the worker computes in `seconds`, and the worker with the smallest quotient is returned.
 
         Args:
             seconds: time for the divisor of the queue, in seconds.

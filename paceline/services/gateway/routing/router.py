@@ -31,6 +31,10 @@ from paceline.services.gateway.routing.candidates import Candidate, Link, Need, 
 
 T = TypeVar("T")
 
+COMPUTING = ("pool", "prefill", "decode")
+"""Roles of workers that compute contexts. Later ones compute them only if there is none of an earlier role: a model has
+pool workers or the other two, and decode workers compute if there is no prefill worker."""
+
 PREFILL_TOKENS_PER_SECOND = 1000.0
 """Assumed rate of prefill if no worker of the fleet has measured its own rate yet."""
 FETCH_TOKENS_PER_SECOND = 20_000.0
@@ -114,7 +118,7 @@ def place_in_turn(need: Need, snapshot: Iterable[Candidate], turn: int) -> Place
 def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | None:
     """Return the worker that computes a context soonest, for work that needs no decoding.
 
-    Decode workers are used only if there is no prefill worker. Returns None if no worker can take the work now.
+    Decode workers are used only if there is no other worker. Returns None if no worker can take the work now.
     """
     fleet = list(snapshot)
     usual = _usual_rate(fleet)
@@ -146,10 +150,16 @@ def _usual_rate(fleet: Iterable[Candidate]) -> float:
 
 
 def _computing(need: Need, snapshot: Iterable[Candidate]) -> list[Candidate]:
-    """Return the workers that can take work without decoding now: prefill workers; without any, decode workers."""
-    fitting = _fitting(need, snapshot)
-    workers = [c for c in fitting if c.member.role == "prefill"] or [c for c in fitting if c.member.role == "decode"]
+    """Return the workers that can take work without decoding now, of the first of `COMPUTING` that the fleet has."""
+    workers = computing_of(_fitting(need, snapshot))
     return [c for c in workers if c.member.worker_id not in need.refused and c.has_room]
+
+
+def computing_of(fitting: Iterable[Candidate]) -> list[Candidate]:
+    """Return the workers that compute prompts and other work without decoding: those of the first of `COMPUTING` that
+    has any."""
+    known = list(fitting)
+    return next((found for role in COMPUTING if (found := [c for c in known if c.member.role == role])), [])
 
 
 def _trouble(need: Need, candidate: Candidate) -> tuple[bool, bool]:
@@ -167,7 +177,7 @@ def _computing_at(candidate: Candidate | None) -> Placement | None:
     if candidate is None:
         return None
     member = candidate.member
-    return Placement(None, member) if member.role == "prefill" else Placement(member, None)
+    return Placement(member, None) if member.role == "decode" else Placement(None, member)
 
 
 @dataclass(frozen=True, slots=True)

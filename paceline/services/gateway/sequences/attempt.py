@@ -13,7 +13,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.core.errors import PacelineError
@@ -52,6 +52,22 @@ class Generated:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledRows:
+    """Event: the results of some inputs have come."""
+
+    inputs: Sequence[int]
+    """Indices of the inputs. An attempt counts the inputs of its own work, a sequence those of its bundle."""
+    rows: Sequence[int]
+    """Number of rows of each of these inputs."""
+    dim: int
+    """Number of values in a row."""
+    data: bytes
+    """The rows of all these inputs, as 32-bit floats, little endian."""
+    errors: Mapping[int, str]
+    """Reasons why some of these inputs have no result, by their indices."""
+
+
+@dataclass(frozen=True, slots=True)
 class HandedOver:
     """Event: the prefill worker has filled the blocks, and the gateway has told the decode worker."""
 
@@ -63,7 +79,7 @@ class Ended:
     reason: FinishReason
 
 
-Event = PromptScores | Generated | HandedOver | Ended
+Event = PromptScores | PooledRows | Generated | HandedOver | Ended
 
 
 class NotCachedError(PacelineError):
@@ -101,7 +117,7 @@ class AnyAttempt(abc.ABC):
         media: AttemptMedia | None = None,
     ) -> None:
         self.attempt_trace = attempt_trace or AttemptTrace()
-        self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, len(work.token_ids))
+        self.attempt_trace.ask(placement.decode, placement.prefill, work.key.attempt, tokens_of(work))
         self._work = work
         self._seconds = seconds
         self._stall_seconds = stall_seconds
@@ -310,6 +326,11 @@ class Attempt(AnyAttempt):
         if self.prefill is None or self.prefill.member.host_id == self.decode.member.host_id:
             return None
         return self.prefill.member.host_id, self.decode.member.host_id
+
+
+def tokens_of(work: common_pb2.Work) -> int:
+    """Return the number of tokens of a work's context, or of all inputs that it pools."""
+    return len(work.token_ids) + sum(len(each.token_ids) for each in work.pool.inputs)
 
 
 def scores_of(message: common_pb2.PromptLogprobs) -> PromptScores:

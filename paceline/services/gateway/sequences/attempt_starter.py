@@ -96,7 +96,7 @@ class AttemptStarter:
             if placement is None:
                 known = list(snapshot)
                 own = [candidate for candidate in known if need.may_go_on_with(candidate.member.weights)]
-                is_busy |= bool(held) or any(c.member.role == "prefill" and not c.has_room for c in own)
+                is_busy |= bool(held) or any(c.member.role in ("pool", "prefill") and not c.has_room for c in own)
                 self._note_wait(sequence, attempt_trace, held, is_busy, is_left_behind=bool(known) and not own)
                 return HELD if held == PREMATURE else None
             attempt = self._new_attempt(sequence, placement, attempt_trace, deadline)
@@ -128,7 +128,7 @@ class AttemptStarter:
 
     def cached_tokens(self, sequence: SequenceRun) -> Mapping[str, int]:
         """Return how many tokens of the context each host has cached, as far as this gateway knows, by host id."""
-        if self._config.router_mode != "kv" or sequence.needs_scores:
+        if self._config.router_mode != "kv" or sequence.needs_scores or sequence.prompt.pool is not None:
             return {}
         return self._prefixes.cached_tokens(sequence.context, len(sequence.context.token_ids) - 1)
 
@@ -138,6 +138,8 @@ class AttemptStarter:
 
     def note_end(self, sequence: SequenceRun) -> None:
         """Note for later searches that the last blocks of a sequence may be cached. Call this when it has ended."""
+        if sequence.prompt.pool is not None:
+            return  # its context is many contexts
         # Nobody computes the KV of the last token.
         for length in (len(sequence.prompt.token_ids), len(sequence.context) - 1):
             self._prefixes.note_end(sequence.context, length)
@@ -207,7 +209,7 @@ class AttemptStarter:
             placement,
             sequence.work(
                 self._fleet.model,
-                self._prefixes.ends(sequence.context),
+                () if sequence.prompt.pool is not None else self._prefixes.ends(sequence.context),
                 None if by is None else max(0.0, by - time.monotonic()),
             ),
             seconds=max(deadline - time.monotonic(), 0.1),

@@ -162,7 +162,7 @@ class AttemptTrace:
     """Number of tokens in each message of `token_times`; empty after `close`."""
     tokens: int = 0
     scores: int = 0
-    """Number of prompt tokens whose logprobs have come."""
+    """Number of prompt tokens whose logprobs have come, or of pooled inputs whose results have come."""
     gaps: Gaps | None = None
     """Figures of the gaps between `decode_times`; None before `close`."""
     ended: float | None = None

@@ -14,6 +14,7 @@ from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.routing.candidates import Candidate
 from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.sequence import SequenceRun
 
 PREMATURE = "all workers that compute prompts have enough of them for now"
@@ -47,6 +48,7 @@ class LoadControl:
         """
         again = sequence.trace.admitted is not None
         plan, prompt = sequence.plan, sequence.prompt
+        decodes = KINDS[plan.kind].decodes
 
         def measure() -> Demand:
             max_tokens = prompt.sampling.max_tokens
@@ -70,7 +72,7 @@ class LoadControl:
             first=again,
             patient=sequence.follows and not again,
             background=plan.background,
-            is_stranded=lambda: sequence.progress.unreachable_since is not None and self._fleet.has_decode_worker,
+            is_stranded=lambda: sequence.progress.unreachable_since is not None and self._fleet.has_worker(decodes),
             measure=measure,
         )
 
@@ -96,4 +98,6 @@ class LoadControl:
 
     def end(self, sequence: SequenceRun) -> None:
         """Pass the length of a complete answer to admission control. Call this when the sequence has ended."""
+        if sequence.prompt.pool is not None:
+            return  # it is no answer, and would make the expected ones shorter
         self.control.note_answer(sequence.plan.owner, len(sequence.generated))

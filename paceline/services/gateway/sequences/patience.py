@@ -10,7 +10,7 @@ from paceline.core.errors import UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import LeavingError
-from paceline.services.gateway.sequences.attempt import Event, Generated
+from paceline.services.gateway.sequences.attempt import Event, Generated, PooledRows
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.failures import Cause, Failure
 from paceline.services.gateway.sequences.progress import AttemptFailed, AttemptQueued
@@ -49,16 +49,18 @@ class Patience:
         self._sequences = sequences
         self._aborted = False
         self._heard = 0
-        """Number of tokens of all sequences that have come from workers since the start."""
+        """Number of tokens, and of results of pooled inputs, that have come from workers since the start."""
 
     def abort(self) -> None:
         """Let all sequences end: `check` raises LeavingError from now on."""
         self._aborted = True
 
     def hear(self, event: Event) -> None:
-        """Count the tokens of an event from a worker, because they show that sequences make progress."""
+        """Count the results in an event from a worker, because they show that sequences make progress."""
         if isinstance(event, Generated):
             self._heard += len(event.tokens)
+        elif isinstance(event, PooledRows):
+            self._heard += len(event.inputs)
 
     def begin_attempt(self, sequence: SequenceRun) -> float:
         """Note that an attempt begins. Return the instant at which the sequence is given up."""
@@ -122,7 +124,7 @@ class Patience:
         return life_seconds(self._config.request_seconds, sequence.plan.seconds, sequence.plan.background)
 
     def _heard_of_others(self, sequence: SequenceRun) -> int:
-        return self._heard - len(sequence.generated)
+        return self._heard - sequence.results
 
 
 def _cause(error: WorkerFailedError, begun: bool) -> Cause:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from paceline.services.gateway.sequences.attempt import Ended, Generated, HandedOver, PromptScores
+from paceline.services.gateway.sequences.attempt import Ended, Generated, HandedOver, PooledRows, PromptScores
 from paceline.services.gateway.sequences.failures import Cause, Failure, Failures
 
 
@@ -79,6 +79,7 @@ class EncodingRefused:
 ProgressEvent: TypeAlias = (
     Generated
     | PromptScores
+    | PooledRows
     | HandedOver
     | Ended
     | AttemptQueued

@@ -15,7 +15,8 @@ from paceline.core.types import FinishReason, Key
 from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
-from paceline.services.gateway.sequences.attempt import Event, Generated, HandedOver, PromptScores
+from paceline.services.gateway.planning.pool_bundle import PoolBundle
+from paceline.services.gateway.sequences.attempt import Event, Generated, HandedOver, PooledRows, PromptScores
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.failures import ProgressStep
 from paceline.services.gateway.sequences.progress import AttemptAsked, ProgressEvent, SequenceProgress
@@ -43,11 +44,16 @@ class SequenceRun:
     generated: list[int] = field(default_factory=list, init=False)
     """The tokens that have been generated."""
     progress: SequenceProgress = field(init=False)
+    missing: list[int] = field(default_factory=list, init=False)
+    """Indices of the inputs of the prompt's bundle that have no results yet; empty if the prompt is no bundle."""
+    _asked: list[int] = field(default_factory=list, init=False)
+    """Indices of the inputs that the present attempt computes, in the order of its work."""
 
     def __post_init__(self) -> None:
         self.prompt = prompt = self.plan.prompt_of(self.trace.index)
         salt = self.plan.cache_salt
         self.context = Context(prompt.token_ids, salt, prompt.media, shared_tokens=prompt.shared_tokens)
+        self.missing = [] if prompt.pool is None else list(range(len(prompt.pool.inputs)))
         self.progress = SequenceProgress(failed_at=self.trace.arrived, waited=self.plan.waited)
 
     @property
@@ -60,6 +66,12 @@ class SequenceRun:
         """Whether the whole prompt has to be computed, because its logprobs are requested and have not all come."""
         asked = self.prompt.sampling.prompt_logprobs is not None
         return asked and self.progress.scored < len(self.prompt.token_ids)
+
+    @property
+    def results(self) -> int:
+        """Number of results that have come: generated tokens, or inputs that are pooled."""
+        pool = self.prompt.pool
+        return len(self.generated) if pool is None else len(pool.inputs) - len(self.missing)
 
     def advance(self, event: ProgressEvent) -> None:
         """Record an event between attempts or at their start. `note` takes the events of a running attempt."""
@@ -74,6 +86,8 @@ class SequenceRun:
         """
         self.advance(AttemptAsked(len(self.generated)))
         plan, prompt, sampling = self.plan, self.prompt, self.prompt.sampling
+        if prompt.pool is not None:
+            return self._pool_work(prompt.pool, model, ttft_seconds)
         if not self.needs_scores:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return common_pb2.Work(
@@ -93,9 +107,25 @@ class SequenceRun:
             kept_tokens=0 if self.generated else plan.kept_tokens(prompt),  # an earlier attempt has kept them
         )
 
+    def _pool_work(self, pool: PoolBundle, model: str, ttft_seconds: float | None) -> common_pb2.Work:
+        """Return the work for the inputs that have no results yet."""
+        plan, self._asked = self.plan, list(self.missing)
+        return common_pb2.Work(
+            key=key_to_pb(Key(self.request_id, self.progress.attempts, 1)),
+            model=model,
+            cache_salt=plan.cache_salt,
+            priority=plan.priority,
+            background=plan.background,
+            ttft_seconds=ttft_seconds,
+            kind=plan.kind,
+            pool=pool.work(self._asked),
+        )
+
     def end(self) -> FinishReason | None:
         """Return the finish reason that the tokens imply; None if the sequence goes on. A worker may have failed after
         the last token and before it reported the end."""
+        if self.prompt.pool is not None:
+            return None if self.missing else FinishReason.STOP
         if self.plan.kind == common_pb2.WORK_KIND_SCORE:
             return None if self.needs_scores else FinishReason.LENGTH
         sampling = self.prompt.sampling
@@ -110,12 +140,16 @@ class SequenceRun:
         sequence that crashes all decode workers would otherwise make one token of progress with each attempt.
         """
         progress, tokens, prompt = self.progress, len(self.generated), len(self.prompt.token_ids)
+        if self.prompt.pool is not None:
+            return ProgressStep(0, self.results)
         decoded = tokens if tokens > progress.generated_before + 1 else progress.failures.step.tokens
         computed = attempt_trace.cached_tokens + attempt_trace.chunks.tokens
         return ProgressStep(decoded, prompt if self.generated else min(prompt, computed))
 
     def place(self) -> str:
         """Return a phrase that says how far the answer has come, for error messages: "after 12 tokens"."""
+        if self.prompt.pool is not None:
+            return f"after {self.results} of {len(self.prompt.pool.inputs)} inputs"
         return f"after {len(self.generated)} tokens" if self.generated else "before its first token"
 
     def unreachable(self) -> UnavailableError:
@@ -146,6 +180,12 @@ class SequenceRun:
             case HandedOver():
                 attempt_trace.handed_over = time.monotonic()
                 self.span.add_event("handoff")
+            case PooledRows(inputs):
+                own = [self._asked[index] for index in inputs]
+                self.missing = sorted(set(self.missing).difference(own))
+                attempt_trace.scores += len(own)
+                errors = {self._asked[index]: reason for index, reason in event.errors.items()}
+                return dataclasses.replace(event, inputs=own, errors=errors)
             case PromptScores(first, tokens):
                 attempt_trace.scores += len(tokens)
                 known = max(0, before.scored - first)

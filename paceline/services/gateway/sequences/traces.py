@@ -229,6 +229,8 @@ class RequestTrace:
 def _asked(plan: Plan) -> dict[str, Any]:
     """Return the sampling parameters that all sequences share, without texts: a constraint may be long, and a stop
     string may be private."""
+    if plan.prompts[0].pool is not None:
+        return _asked_of_pool(plan)
     sampling = plan.prompts[0].sampling
     constraint = sampling.constraint
     return {
@@ -243,4 +245,17 @@ def _asked(plan: Plan) -> dict[str, Any]:
         "stop_strings": len(plan.stop),
         "logprobs": sampling.logprobs,
         "prompt_logprobs": sampling.prompt_logprobs,
+    }
+
+
+def _asked_of_pool(plan: Plan) -> dict[str, Any]:
+    """Return the options of a request that pools, which all of its bundles share."""
+    pools = [prompt.pool for prompt in plan.prompts if prompt.pool is not None]
+    first = pools[0]
+    return {
+        "task": first.wish.task,
+        "inputs": sum(len(pool.inputs) for pool in pools),
+        "dimensions": first.wish.dimensions,
+        "normalize": first.wish.normalize,
+        "activation": first.wish.activation,
     }

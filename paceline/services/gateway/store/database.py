@@ -9,11 +9,12 @@ import contextlib
 import os
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.services.gateway.http.texts import is_unicode
 
 BUSY_SECONDS = 10.0
 """Longest wait for another process that writes to the same SQLite file, in seconds."""
@@ -97,7 +98,7 @@ class SqliteDatabase(Database):
             connection = self._connection = self._connection or self._connect()
             connection.execute("BEGIN IMMEDIATE" if writes else "BEGIN")
             try:
-                yield lambda statement, parameters={}: _rows(connection.execute(statement, parameters))
+                yield lambda statement, parameters={}: _rows(connection.execute(statement, _checked(parameters)))
                 connection.execute("COMMIT")
             except BaseException:
                 connection.execute("ROLLBACK")
@@ -166,8 +167,7 @@ class AlchemyDatabase(Database):
                     connection.exec_driver_sql(self._first)
 
                 def execute(statement: str, parameters: Mapping[str, Any] = {}) -> tuple[list[Row], int]:
-                    _check_texts(parameters.values())
-                    result = connection.execute(self._statement(statement), dict(parameters))
+                    result = connection.execute(self._statement(statement), dict(_checked(parameters)))
                     return [tuple(row) for row in result] if result.returns_rows else [], result.rowcount
 
                 yield execute
@@ -188,10 +188,15 @@ def _code(error: Exception) -> object:
     return own.args[0] if isinstance(own, Exception) and own.args else None
 
 
-def _check_texts(values: Iterable[Any]) -> None:
-    """Raise InvalidRequestError if a text contains a character that PostgreSQL cannot store."""
-    if any(isinstance(value, str) and "\0" in value for value in values):
-        raise InvalidRequestError("names and ids cannot have the character NUL")
+def _checked(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of a statement. Raises InvalidRequestError if a text cannot be stored in every database.
+
+    Texts in parameters are names and ids from clients, or JSON, in which all such characters are escaped.
+    """
+    for value in values.values():
+        if isinstance(value, str) and ("\0" in value or not is_unicode(value)):
+            raise InvalidRequestError("names and ids cannot have the character NUL, or half of a surrogate pair")
+    return values
 
 
 def open_database(place: str) -> Database:

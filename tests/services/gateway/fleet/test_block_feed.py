@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 
-from paceline.core.context import Context, encoding_context
+from paceline.core.block_pool import BlockEvent
+from paceline.core.context import HASH_BYTES, Context, encoding_context
 from paceline.core.model_folder import ModelFiles
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, connect
+from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
@@ -28,6 +30,7 @@ from tests.services.kvtransfer.kv_host import Host, Worker, key, layout, release
 
 pytestmark = pytest.mark.slow
 
+NO_SECRET = Secret()
 SLOTS = 8
 TOKENS = list(range(1000))
 LAYOUT = layout(encodings=pb.KVGroup(name="encoding", block_tokens=16))
@@ -195,3 +198,58 @@ async def test_each_host_is_followed(tmp_path: Path, redis_server: str, cluster:
         await one.cache(TOKENS[:32])
         await other.cache(TOKENS[:80])
         await gateway.comes_to_see(a=32, b=80)
+
+
+class Reader:
+    """A feed whose batches go to a list."""
+
+    def __init__(
+        self, redis_url: str, cluster: str, monkeypatch: pytest.MonkeyPatch, secret: Secret = NO_SECRET
+    ) -> None:
+        self.redis = connect(redis_url)
+        self.came: list[BlockBatch] = []
+        self._feed = BlockFeed(self.redis, cluster, list, PrefixIndex(), secret)
+        monkeypatch.setattr(self._feed, "_take", self.came.append)
+
+    async def __aenter__(self) -> Reader:
+        self._feed.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._feed.close()
+        await self.redis.aclose()
+
+
+def batch_of(number: int) -> BlockBatch:
+    return BlockBatch("a", "p", number, (BlockEvent("stored", 0, bytes(HASH_BYTES)),))
+
+
+async def test_events_go_on_after_an_entry_with_the_largest_id(
+    redis_server: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may write to Redis. Redis adds no entry after this one, so the stream must begin again."""
+    left = [batch_of(0)]
+    publisher = BlockEventPublisher(redis_server, cluster, lambda: left.pop() if left else None)
+    async with Reader(redis_server, cluster, monkeypatch) as reader:
+        await publisher.start()
+        await eventually(lambda: reader.came == [batch_of(0)])
+        largest = "18446744073709551615-18446744073709551615"
+        await reader.redis.xadd(blocks_stream(cluster), {"x": "y"}, id=largest)
+        left.append(batch_of(1))
+        await eventually(lambda: reader.came == [batch_of(0), batch_of(1)])
+        await publisher.stop()
+
+
+async def test_events_without_the_secret_are_ignored(
+    redis_server: str, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = Secret("the secret of this cluster"), Secret("the secret of another one")
+    async with Reader(redis_server, cluster, monkeypatch, ours) as reader:
+        for number, secret in enumerate((NO_SECRET, theirs, ours)):
+            (key,) = block_keys(secret, cluster) or (b"",)
+            await reader.redis.xadd(blocks_stream(cluster), batch_of(number).to_entry(key))  # type: ignore[arg-type]
+        left = [batch_of(3)]
+        publisher = BlockEventPublisher(redis_server, cluster, lambda: left.pop() if left else None, secret=ours)
+        await publisher.start()
+        await eventually(lambda: reader.came == [batch_of(2), batch_of(3)])
+        await publisher.stop()

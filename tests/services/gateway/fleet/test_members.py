@@ -47,7 +47,7 @@ def test_who_is_set_aside_may_come_back() -> None:
     found = summary(worker("decode", set_aside=True))
     assert (found.max_model_len, found.has_decode_worker) == (512, False)
     found = summary(worker("prefill", set_aside=True), worker("decode"))
-    assert (found.has_prefill_worker, found.has_decode_worker) == (False, True)
+    assert (found.has_computing_worker, found.has_decode_worker) == (False, True)
 
 
 def test_a_starting_worker_is_not_ready() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.http.access.callers import set_current_owner
 from paceline.services.gateway.store import store as store_module
 from paceline.services.gateway.store.database import Execute, Row, StoreError, open_database
@@ -75,3 +76,10 @@ async def test_a_write_takes_no_effect_if_its_caller_has_gone(
         go_on.set()
     monkeypatch.setattr(store_module, "ANSWER_SECONDS", 60.0)
     assert await store.run(made) == []
+
+
+@pytest.mark.parametrize("name", ["a\0", "\ud800"])
+async def test_what_some_database_cannot_store_is_the_clients_fault(store: Store, name: str) -> None:
+    with pytest.raises(InvalidRequestError, match="NUL"):
+        await store.run(lambda execute: execute("SELECT name FROM made WHERE name = :name", {"name": name}))
+    assert await store.run(lambda execute: execute("SELECT :name", {"name": "é"})[0]) == [("é",)]

@@ -119,6 +119,9 @@ def read_line(number: int, data: bytes, endpoints: Sequence[str], max_bytes: int
     for field in ("stream", "background") if url in ENDPOINTS else ():
         if body.get(field):
             raise invalid("invalid_request", f"body.{field}: a line of a batch cannot have it", f"body.{field}")
+    if str(body.get("encoding_format")).startswith("bytes"):
+        message = "body.encoding_format: a line of a batch is answered with JSON; use float or base64"
+        raise invalid("invalid_request", message, "body.encoding_format")
     return Line(number, custom_id, body, url)
 
 

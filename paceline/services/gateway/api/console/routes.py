@@ -17,6 +17,8 @@ from paceline.services.gateway.http.event_streams import EventStreamResponse, ev
 from paceline.services.gateway.telemetry.trace_json import summarize
 
 MOST_REQUESTS = 500
+_COMPARED = frozenset({"embed", "token_embed", "score"})
+"""Tasks that the view of embeddings needs."""
 
 
 def add_console(router: APIRouter, gateway: Gateway) -> None:
@@ -41,7 +43,9 @@ class ConsoleApi:
     async def feed(self, model: str | None = None) -> Response:
         # The page learns the names of the models from its first stream, which is of the first model.
         shown = self._gateway.named(model)[0]
-        about = {"models": list(self._gateway.models)}
+        models = self._gateway.models.items()
+        pooling = {name: sorted(each.tasks) for name, each in models if each.tasks & _COMPARED}
+        about = {"models": list(self._gateway.models), "pooling": pooling}
         # An error ends the stream; the browser then opens a new one.
         return EventStreamResponse(shown.console.watch(about), lambda error: event(error.body, "error"))
 

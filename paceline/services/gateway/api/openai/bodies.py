@@ -26,6 +26,10 @@ class ModelCard(AnswerBody):
     parent: str | None
     max_model_len: int
     permission: list[Json]
+    embedding_dimensions: int | None
+    """Number of elements of an embedding; None if the model does not embed."""
+    prompts: list[str]
+    """Names of the texts that the model puts before inputs for a purpose."""
 
 
 class ModelList(AnswerBody):

@@ -82,6 +82,7 @@ class OpenAiApi:
         self._gateway = gateway
 
     def _card(self, model: ModelFleet) -> dict[str, Any]:
+        pooling = model.pooling
         return {
             "id": model.name,
             "object": "model",
@@ -90,7 +91,10 @@ class OpenAiApi:
             "root": model.name,
             "parent": None,
             "max_model_len": model.fleet.max_model_len(),
+            "tasks": model.abilities,
             "permission": [],
+            "embedding_dimensions": pooling.dim if pooling is not None and "embed" in pooling.tasks else None,
+            "prompts": [] if pooling is None else [*pooling.prompts],
         }
 
     async def list_models(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class Version(AnswerBody):
 class ServerInfo(AnswerBody):
     version: str
     model: str
+    tasks: list[str]
     max_model_len: int
     started: int
     members: dict[str, int]

@@ -78,6 +78,7 @@ class OperatorsApi:
         return {
             "version": paceline.__version__,
             "model": found.name,
+            "tasks": found.abilities,
             "max_model_len": found.fleet.max_model_len(),
             "started": self._gateway.started,
             "members": dict(roles),

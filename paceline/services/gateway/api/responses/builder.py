@@ -23,6 +23,7 @@ from paceline.services.gateway.api.responses.schemas import ResponsesRequest
 from paceline.services.gateway.api.responses.tools import Toolbox
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import event
+from paceline.services.gateway.http.texts import NOT_UNICODE, is_unicode
 from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
@@ -239,11 +240,10 @@ def check_echo(request: ResponsesRequest) -> None:
     """Raise ApiError if the fields that the response repeats are not valid Unicode or larger than MAX_ECHO_BYTES."""
     left = MAX_ECHO_BYTES
     for name, value in echo_of(request).items():
-        try:
-            left -= len(json.dumps(value, ensure_ascii=False).encode())
-        except UnicodeEncodeError:
-            told = "a text is not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
-            raise ApiError(400, f"{name}: {told}", param=name) from None
+        text = json.dumps(value, ensure_ascii=False)
+        if not is_unicode(text):
+            raise ApiError(400, f"{name}: a text is {NOT_UNICODE}", param=name)
+        left -= len(text.encode())
         if left < 0:
             told = f"the fields up to this one that a response repeats have more than {MAX_ECHO_BYTES} bytes"
             raise ApiError(400, f"{name}: {told}; send less", param=name)

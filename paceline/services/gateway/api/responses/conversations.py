@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -27,6 +27,7 @@ from paceline.services.gateway.http.bounds import BYTE_COST
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.paths import DECISIONS
 from paceline.services.gateway.http.request_scope import aside, scope_of
+from paceline.services.gateway.http.texts import NOT_UNICODE, is_unicode_json
 from paceline.services.gateway.planning.media.parts import name_places
 from paceline.services.gateway.planning.request_body import Body
 
@@ -158,10 +159,24 @@ def stored_items(items: list[InputItem]) -> list[Json]:
         if len(item.id or "") > MAX_ID_CHARACTERS:
             raise InvalidRequestError(f"{place}.id must have at most {MAX_ID_CHARACTERS} characters", f"{place}.id")
     stored = [item.stored(uuid.uuid4().hex) for item in items]
+    check_items(stored, "items")
     counts = Counter(item["id"] for item in stored)
     if doubled := next((item_id for item_id, count in counts.items() if count > 1), None):
         raise duplicate_item(doubled)
     return stored
+
+
+def check_items(items: Sequence[Json], place: str) -> None:
+    """Raise InvalidRequestError if a text in an item that would be kept is not valid Unicode.
+
+    Otherwise each answer that lists the item would fail.
+
+    Args:
+        place: the field of the API with these items.
+    """
+    for index, item in enumerate(items):
+        if not is_unicode_json(item):
+            raise InvalidRequestError(f"{place}[{index}]: a text is {NOT_UNICODE}", f"{place}[{index}]")
 
 
 def counting(request: Request) -> Callable[[int], None]:

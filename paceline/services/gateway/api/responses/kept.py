@@ -12,7 +12,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.responses.builder import id_key, response_of_item
 from paceline.services.gateway.api.responses.conversation_store import ConversationStore
-from paceline.services.gateway.api.responses.conversations import found
+from paceline.services.gateway.api.responses.conversations import check_items, found
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem, read_items
 from paceline.services.gateway.api.responses.runs import RESTARTED
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
@@ -224,8 +224,13 @@ class KeptResponses:
 
 
 def stored_input(response_id: str, items: Sequence[InputItem]) -> list[Json]:
-    """Return the stored form of a response's input, in which each item has an id."""
-    return [item.stored(f"{id_key(response_id)}i{number}") for number, item in enumerate(items)]
+    """Return the stored form of a response's input, in which each item has an id.
+
+    Raises InvalidRequestError if an item cannot be kept.
+    """
+    stored = [item.stored(f"{id_key(response_id)}i{number}") for number, item in enumerate(items)]
+    check_items(stored, "input")
+    return stored
 
 
 def _read(stored: Sequence[Json], place: str) -> list[InputItem]:

@@ -6,7 +6,7 @@ import dataclasses
 import uuid
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, Response
 from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.batches.pages import Order
 from paceline.services.gateway.api.chat_planning import plan_with_media
 from paceline.services.gateway.api.respond import choose_id, start
 from paceline.services.gateway.api.responses.bodies import (
@@ -26,6 +27,7 @@ from paceline.services.gateway.api.responses.bodies import (
 from paceline.services.gateway.api.responses.builder import ResponseBuilder, check_echo, echo_of
 from paceline.services.gateway.api.responses.conversation_store import ConversationStore
 from paceline.services.gateway.api.responses.conversations import add_conversations
+from paceline.services.gateway.api.responses.item_pages import page_of
 from paceline.services.gateway.api.responses.items import InputItem
 from paceline.services.gateway.api.responses.kept import KeptResponses, stored_input
 from paceline.services.gateway.api.responses.planning import chat_request, in_client_fields, plan_response
@@ -205,7 +207,7 @@ class ResponsesApi:
         response_id: str,
         request: Request,
         limit: Annotated[int, Query(ge=1, le=100)] = 20,
-        order: Literal["asc", "desc"] = "desc",
+        order: Order = "desc",
         after: str | None = None,
     ) -> Response:
         owner, memory = scope_of(request).owner, scope_of(request).memory
@@ -215,8 +217,7 @@ class ResponsesApi:
             for turn in await self._kept.turns(record.previous_id, owner, memory):
                 items += [*turn.input, *turn.response["output"]]
         items += record.input
-        ordered = items if order == "asc" else items[::-1]
-        return await aside(request, lambda: JSONResponse(_page(ordered, limit, after)))
+        return await aside(request, lambda: JSONResponse(page_of(items, order, limit, after)))
 
     async def _prepare(self, model: ModelFleet, body: ResponsesRequest, request: Request) -> Prepared:
         scope = scope_of(request)
@@ -277,16 +278,3 @@ def _response_id(request: Request, body: ResponsesRequest) -> str:
     if body.background and IDEMPOTENCY_KEY in request.headers:
         return f"resp_{id_of_made(request)}"
     return f"resp_{uuid.uuid4().hex}" if scope_of(request).client_chose_id else str(scope_of(request).id)
-
-
-def _page(items: list[Json], limit: int, after: str | None) -> Json:
-    """Return the JSON object for a page of a list of items, as in OpenAI's API."""
-    first = 0
-    if after is not None:
-        ids = [item["id"] for item in items]
-        if after not in ids:
-            raise ApiError(400, f"after: no item has the id {after!r}", param="after")
-        first = ids.index(after) + 1
-    page = items[first : first + limit]
-    ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": page, **ends, "has_more": first + limit < len(items)}

@@ -125,21 +125,6 @@ class DerenderedChatEvent(AnswerBody):
     stream_state: DerenderState
 
 
-class Score(AnswerBody):
-    index: int
-    object: Literal["score"]
-    score: float
-
-
-class Scores(AnswerBody):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    data: list[Score]
-    usage: Usage
-
-
 class LabelScore(AnswerBody):
     index: int
     token_probs: dict[str, float]
@@ -151,21 +136,4 @@ class LabelScores(AnswerBody):
     created: int
     model: str
     results: list[LabelScore]
-    usage: Usage
-
-
-class DocumentText(AnswerBody):
-    text: str
-
-
-class Ranked(AnswerBody):
-    index: int
-    relevance_score: float
-    document: DocumentText | None = None
-
-
-class Ranking(AnswerBody):
-    id: str
-    model: str
-    results: list[Ranked]
     usage: Usage

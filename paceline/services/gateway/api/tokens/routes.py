@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from paceline.core.pooling import PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.respond import choose_id, respond
 from paceline.services.gateway.api.tokens.bodies import GeneratedTokens, TokensChunk
@@ -18,13 +21,22 @@ from paceline.services.gateway.http.request_scope import aside, scope_of
 from paceline.services.gateway.planning.planning import in_sampling_params, plan_tokens
 from paceline.services.gateway.planning.token_schemas import AbortRequest, TokensRequest
 
+_POOLED: Sequence[tuple[PoolTask, str]] = (
+    ("embed", "/v1/embeddings"),
+    ("classify", "/classify"),
+    ("token_embed", "/pooling"),
+)
+"""The routes of models that pool, by task, for bodies with an input or messages. Other tasks have /pooling."""
+
 _INVOKED: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("/v1/chat/completions", (("messages",),)),
     ("/v1/completions", (("prompt",),)),
     ("/v1/responses", (("input",),)),
     ("/inference/v1/generate", (("token_ids",),)),
     ("/generative_scoring", (("label_token_ids",),)),
-    ("/rerank", (("query", "documents"),)),
+    ("/rerank", (("query", "documents"), ("query", "texts"))),
+    ("/v2/embed", (("texts",),)),
+    ("/embed", (("inputs",),)),
     ("/score", (("queries",), ("text_1",), ("data_1",))),
 )
 """The routes that /invocations may stand for, each with the fields by which its bodies are recognized."""
@@ -59,7 +71,10 @@ class TokensApi:
     async def invoke(self, request: Request) -> Response:
         """Answer like the route that takes such a body. Amazon SageMaker sends all requests to this one path."""
         body = await request.body()
-        return OtherRoute(self._router, await aside(request, _route_of, body), body)
+        path, name = await aside(request, _route_of, body)
+        if path in ("/v1/chat/completions", "/v1/responses") and (tasks := self._gateway.find(name).tasks):
+            path = next((route for task, route in _POOLED if task in tasks), "/pooling")
+        return OtherRoute(self._router, path, body)
 
     async def abort(self, body: AbortRequest, request: Request) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
@@ -86,8 +101,8 @@ class OtherRoute(Response):
         await self._router({**scope, "path": self._path, "raw_path": self._path.encode()}, again, send)
 
 
-def _route_of(body: bytes) -> str:
-    """Return the path of the route that takes a body. Raises ApiError if no route does."""
+def _route_of(body: bytes) -> tuple[str, str | None]:
+    """Return the path of the route that takes a body, and the model in the body. Raises ApiError if no route does."""
     try:
         fields = parse(body)
     except (RequestValidationError, ApiError):
@@ -95,6 +110,6 @@ def _route_of(body: bytes) -> str:
     fields = fields if isinstance(fields, dict) else {}
     for path, names in _INVOKED:
         if any(fields.keys() >= {*each} for each in names):
-            return path
-    message = "the body must be that of a chat, a completion, a response, a score or a reranking"
+            return path, name if isinstance(name := fields.get("model"), str) else None
+    message = "the body must be that of a chat, a completion, a response, embeddings, a score or a reranking"
     raise ApiError(400, f"{message}, as a JSON object", param="messages")

@@ -213,14 +213,15 @@ class Admission:
         if self._charge is not None and prompt_tokens + self._generated > self._charged:
             self._set_charge(prompt_tokens + self._generated)
 
-    def settle(self, prompt_tokens: int) -> None:
+    def settle(self, prompt_tokens: int, has_answer: bool = True) -> None:
         """Correct the charge to the tokens that the request has used. Call this when it has ended.
 
         Args:
             prompt_tokens: number of tokens of the prompts; 0 if no worker accepted them.
+            has_answer: whether tokens were to be generated, so that their number says how long answers usually are.
         """
         self._set_charge(prompt_tokens + self._generated)
-        if self._meter is not None and prompt_tokens:
+        if self._meter is not None and prompt_tokens and has_answer:
             self._meter.note_answer(self._generated)
 
     def _set_charge(self, amount: int) -> None:

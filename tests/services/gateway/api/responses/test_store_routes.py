@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -67,6 +68,36 @@ async def test_the_input_is_listed_in_pages(agents: Stack) -> None:
     newest = await agents.openai.responses.input_items.list(second.id, limit=1)
     assert newest.data[0].id == listed[-1].id
     assert newest.has_more
+
+
+async def test_items_with_equal_ids_are_each_listed_once(agents: Stack) -> None:
+    same: list[Any] = [{"id": "same", "role": "user", "content": f"{number}"} for number in range(3)]
+    first = await ask(agents, [*same, {"id": "same-2", "role": "user", "content": "3"}], "a")  # type: ignore[arg-type]
+    second = await ask(agents, same[:1], "b", previous_response_id=first.id)  # type: ignore[arg-type]
+    for order in ("asc", "desc"):
+        pages = agents.openai.responses.input_items.list(second.id, limit=1, order=order)  # type: ignore[arg-type]
+        listed = [item async for item in pages]
+        texts = [item.content[0].text for item in listed]  # type: ignore[union-attr]
+        assert texts == ["0", "1", "2", "3", "a", "0"][:: 1 if order == "asc" else -1]
+        assert len({item.id for item in listed}) == 6
+
+
+@pytest.mark.parametrize("wrong", [r"\ud800", r"a\u0000"])
+async def test_ids_that_no_database_can_store_are_refused(agents: Stack, wrong: str) -> None:
+    for field in ("conversation", "previous_response_id"):
+        answer = await send(agents, "/v1/responses", f'{{"input": "x", "{field}": "{wrong}"}}')
+        assert (answer.status_code, "half of a surrogate pair" in answer.text) == (400, True)
+
+
+async def test_items_that_no_answer_can_have_are_refused(agents: Stack) -> None:
+    for item in (r'{"role": "user", "content": "\ud800"}', r'{"id": "\udfff", "role": "user", "content": "x"}'):
+        for path, field in (("/v1/conversations", "items"), ("/v1/responses", "input")):
+            answer = await send(agents, path, f'{{"{field}": [{item}]}}')
+            assert (answer.status_code, "half of a surrogate pair" in answer.text) == (400, True), path
+
+
+async def send(stack: Stack, path: str, body: str) -> httpx.Response:
+    return await stack.http.post(path, content=body, headers={"Content-Type": "application/json"})
 
 
 async def test_an_item_stands_for_itself_by_its_id(agents: Stack) -> None:

@@ -3,14 +3,15 @@ import { about } from "./about.js";
 import { batches } from "./batches.js";
 import { chat } from "./chat.js";
 import { h } from "./dom.js";
+import { embed, rankingModels } from "./embed.js";
 import { fleet } from "./fleet.js";
 import { requests } from "./requests.js";
 import { choose, connect, pause, store } from "./store.js";
 import { timeline } from "./timeline.js";
 
 /** A view fills an element, may return a function that ends it, and gets the rest of the address. */
-const VIEWS = { fleet, requests, chat, batches, about };
-const TITLES = { fleet: "Fleet", requests: "Requests", chat: "Chat", batches: "Batches", about: "About" };
+const VIEWS = { fleet, requests, chat, embed, batches, about };
+const TITLES = { fleet: "Fleet", requests: "Requests", chat: "Chat", embed: "Embed", batches: "Batches", about: "About" };
 const LINKS = {
   connecting: "Connecting",
   live: "Live",
@@ -50,6 +51,7 @@ function showLink() {
 /** Show the model's name, or a choice if the gateway has several models. */
 function showModel() {
   const place = document.getElementById("model");
+  document.querySelector('nav a[href="#/embed"]').hidden = !Object.keys(rankingModels()).length;
   const { model = "", models = [] } = store.about ?? {};
   if (models.length < 2) {
     place.textContent = model;

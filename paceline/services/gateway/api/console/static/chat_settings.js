@@ -15,7 +15,8 @@ function field(name, label, control) {
   return h("div.field", {}, h("label", { for: control.id }, label), control);
 }
 
-function storedKey() {
+/** Return the key that the reader has typed in this tab; "" if there is none. */
+export function storedKey() {
   try {
     return sessionStorage.getItem(KEY) ?? "";
   } catch {

@@ -49,8 +49,8 @@ export function connect() {
   source.addEventListener("history", (event) => {
     heard();
     const data = JSON.parse(event.data);
-    const { model, models, media, version, columns } = data;
-    store.about = { model, models, media, version, columns };
+    const { model, models, media, pooling, version, columns } = data;
+    store.about = { model, models, media, pooling, version, columns };
     store.rows = [];
     take(data);
   });

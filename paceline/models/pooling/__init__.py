@@ -1,0 +1,1 @@
+"""Models that make vectors, scores and labels of texts: encoders, pooling, and heads."""

@@ -1,0 +1,1 @@
+"""Encoders of text, one file for each kind of architecture."""

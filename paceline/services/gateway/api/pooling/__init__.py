@@ -1,0 +1,1 @@
+"""Vectors and labels of texts: embeddings, ranking and classification."""

@@ -1,0 +1,181 @@
+"""Embeddings in the forms of Cohere's API, versions 1 and 2."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import numpy as np
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from numpy.typing import NDArray
+from pydantic import Field
+
+from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.pooling.bodies import CohereEmbeddings
+from paceline.services.gateway.api.pooling.encoding import Json, Values, json_response, to_bytes, written
+from paceline.services.gateway.api.pooling.inputs import check_count, choose_model, prompt_named
+from paceline.services.gateway.api.pooling.pool import Pooled, pool
+from paceline.services.gateway.api.respond import choose_id
+from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.pooling import PoolOptions, Side, TextInput
+from paceline.services.gateway.planning.request_body import Body, NamedRequest
+
+EmbeddingType: TypeAlias = Literal["float", "int8", "uint8", "binary", "ubinary", "base64"]
+
+PURPOSES: Mapping[str, tuple[str, ...]] = {
+    "search_query": ("query",),
+    "search_document": ("document", "passage", "corpus"),
+    "classification": (),
+    "clustering": (),
+}
+"""Cohere's own input types, with other names that models have for such a prompt. A model without a prompt for one of
+them takes the texts as they are, because Cohere's clients always send a type."""
+_SIDES: Mapping[str, Side | None] = {"NONE": None, "START": "start", "END": "end"}
+
+
+class InputPart(Body):
+    """A part of an input."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MixedInput(Body):
+    """An input that is given in parts."""
+
+    content: Annotated[list[InputPart], Field(min_length=1)]
+
+
+class CohereRequest(NamedRequest):
+    """The body of POST /v2/embed and /v1/embed."""
+
+    texts: list[str] | None = None
+    inputs: list[MixedInput] | None = None
+    images: list[str] | None = None
+    input_type: str | None = None
+    """Purpose of the embeddings: one of PURPOSES, or the name of a prompt of the model."""
+    output_dimension: int | None = Field(None, ge=1)
+    embedding_types: Annotated[list[EmbeddingType], Field(min_length=1)] | None = None
+    truncate: Literal["NONE", "START", "END"] = "END"
+    """End at which texts that are too long are cut; NONE refuses them."""
+    max_tokens: int | None = Field(None, ge=1)
+    """Largest number of tokens of a text."""
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+
+    def text_inputs(self) -> list[TextInput]:
+        """Return the inputs. Raises ApiError unless there are texts, in one of the two fields."""
+        if self.images:
+            raise ApiError(400, "images: send images in messages to /v1/embeddings", param="images")
+        if (self.texts is None) == (self.inputs is None):
+            raise ApiError(400, "send either texts or inputs", param="texts")
+        place = "inputs" if self.texts is None else "texts"
+        texts = self.texts or ["\n".join(part.text for part in each.content) for each in self.inputs or ()]
+        check_count(len(texts), place, "texts")
+        return [TextInput(text, f"{place}[{index}]") for index, text in enumerate(texts)]
+
+
+def add_cohere(router: APIRouter, gateway: Gateway) -> None:
+    """Add the routes POST /v2/embed and /v1/embed to a router."""
+    api = CohereApi(gateway)
+    router.post("/v2/embed", response_model=None, responses=answers(CohereEmbeddings))(api.embed_v2)
+    router.post("/v1/embed", response_model=None, responses=answers(CohereEmbeddings))(api.embed_v1)
+
+
+class CohereApi:
+    """The routes for embeddings of Cohere's API."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def embed_v2(self, body: CohereRequest, request: Request) -> Response:
+        return await self._embed(body, request, "2")
+
+    async def embed_v1(self, body: CohereRequest, request: Request) -> Response:
+        """Answer like version 1, which has a plain list of vectors unless the client names types."""
+        return await self._embed(body, request, "1")
+
+    async def _embed(self, body: CohereRequest, request: Request, version: str) -> Response:
+        model = choose_model(self._gateway, body.model, "embed")
+        inputs = body.text_inputs()
+        types = list(dict.fromkeys(body.embedding_types or ["float"]))
+        if {"binary", "ubinary"} & {*types}:
+            _check_bits(model, body.output_dimension)
+        options = PoolOptions(
+            dimensions=body.output_dimension,
+            prompt=purpose_prompt(model, body.input_type),
+            truncate=_SIDES[body.truncate],
+            max_tokens=body.max_tokens,
+            priority=body.priority,
+        )
+        response_id = choose_id(None, request)
+        pooled = await pool(model, request, inputs, options)
+
+        def write() -> Response:
+            is_plain = version == "1" and body.embedding_types is None
+            embeddings = {each: [_WRITERS[each](row) for row in pooled.rows] for each in types}
+            return json_response(
+                {
+                    "id": response_id,
+                    "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+                    "embeddings": embeddings["float"] if is_plain else embeddings,
+                    "texts": [each.content for each in inputs],
+                    "meta": _meta(version, pooled),
+                }
+            )
+
+        return await written(request, pooled.rows, write)
+
+
+def purpose_prompt(model: ModelFleet, purpose: str | None, place: str = "input_type") -> str:
+    """Return the text that a model puts before texts for a purpose. Raises ApiError if the purpose is unknown."""
+    prompts = {} if model.pooling is None else model.pooling.prompts
+    for name in () if purpose is None else (purpose, *PURPOSES.get(purpose, ())):
+        if name in prompts:
+            return prompts[name]
+    return "" if purpose in PURPOSES else prompt_named(model, purpose, place)
+
+
+def _check_bits(model: ModelFleet, dimensions: int | None) -> None:
+    size = dimensions or (model.pooling.dim if model.pooling is not None else 0)
+    if size % 8:
+        message = f"binary embeddings have a bit for each of their numbers, which must be a multiple of 8, not {size}"
+        raise ApiError(400, message, param="embedding_types")
+
+
+def _meta(version: str, pooled: Pooled) -> Json:
+    tokens = sum(pooled.prompt_tokens)
+    cut = sum(map(bool, pooled.cut_tokens))
+    warnings = [f"{cut} texts were too long and lost {sum(pooled.cut_tokens)} tokens"] if cut else None
+    return {
+        "api_version": {"version": version},
+        "billed_units": {"input_tokens": tokens},
+        "tokens": {"input_tokens": tokens},
+        **({"warnings": warnings} if warnings else {}),
+    }
+
+
+def _int8(row: Values) -> NDArray[np.int8]:
+    """Return a vector scaled so that its largest number is 127 or -127, which keeps the cosine with others."""
+    most = float(np.abs(row).max())
+    scaled: NDArray[np.int8] = np.rint(row * (127 / most if most else 0.0)).astype(np.int8)
+    return scaled
+
+
+def _bits(row: Values) -> NDArray[np.uint8]:
+    """Return a bit for each number of a vector, set unless it is negative; the first one is the highest of a byte."""
+    return np.packbits(row >= 0)
+
+
+_WRITERS: Mapping[str, Callable[[Values], Sequence[Any] | str]] = {
+    "float": lambda row: row.tolist(),
+    "int8": lambda row: _int8(row).tolist(),
+    "uint8": lambda row: (_int8(row).astype(np.int16) + 128).tolist(),
+    "binary": lambda row: (_bits(row).astype(np.int16) - 128).tolist(),
+    "ubinary": lambda row: _bits(row).tolist(),
+    "base64": lambda row: base64.b64encode(to_bytes(row)).decode(),
+}
+"""Function that makes the JSON of a vector, by type. Signed bytes are the unsigned ones minus 128."""

@@ -1,0 +1,248 @@
+"""Inputs of pooling: texts, pairs of texts and token ids become inputs for workers, in bundles. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from paceline.core.errors import InvalidRequestError
+from paceline.core.pooling import ROW_TASKS, PoolRole, PoolTask, PoolWish
+from paceline.core.pooling_config import PoolingConfig
+from paceline.core.types import SamplingParams
+from paceline.proto import common_pb2
+from paceline.services.common.pool_wire import FLOAT_BYTES
+from paceline.services.gateway.http.errors import ContextLengthError
+from paceline.services.gateway.planning.batch_encoding import Encoded, EncodedText, encode_texts
+from paceline.services.gateway.planning.plan import Plan, PromptPlan
+from paceline.services.gateway.planning.pool_bundle import PoolBundle, PoolInput
+from paceline.services.gateway.planning.sampling import check_ids, check_no_media
+from paceline.services.gateway.planning.tokenizer import Tokenizer
+
+Content: TypeAlias = str | Sequence[int] | tuple[str, str]
+"""A text, token ids, or a pair of texts, such as a query and a document."""
+Side: TypeAlias = Literal["start", "end"]
+
+BUNDLE_TOKENS = 8192
+"""Largest number of tokens of a bundle, unless a single input has more. It is some hundredths of a second of work for
+a small model, and a lost worker loses no more."""
+LEAST_BUNDLE_TOKENS = 1024
+"""Number of tokens up to which a request is not divided among workers, because a call has a cost of its own."""
+BUNDLE_INPUTS = 512
+MOST_RESULT_BYTES = 48 << 20
+"""Largest size of the result of one input, in bytes: it must fit into one message."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextInput:
+    """One input, as a client sent it."""
+
+    content: Content
+    place: str
+    """Field of the request's body, such as "input[3]", for errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """What to compute from the inputs of one request. None takes the model's own setting."""
+
+    task: PoolTask = "embed"
+    dimensions: int | None = None
+    """Length to which vectors are cut before they are normalized."""
+    normalize: bool | None = None
+    """Whether vectors get the length 1."""
+    activation: bool | None = None
+    """Whether numbers of labels become probabilities."""
+    prompt: str = ""
+    """Text to put before each input that is a text."""
+    role: PoolRole | None = None
+    """Whether the inputs are queries or documents, for models whose vectors of tokens differ between the two."""
+    truncate: Side | None = None
+    """Side at which inputs that are too long lose tokens; None refuses them."""
+    max_tokens: int | None = None
+    """Largest number of tokens of an input, special tokens included; None is the limit of the model."""
+    add_special_tokens: bool = True
+    """Whether the tokenizer adds its special tokens to texts. Token ids stay as they are."""
+    priority: int | None = None
+    """Priority of the request; lower is more urgent."""
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The inputs of one request as workers compute them."""
+
+    plan: Plan
+    """A plan with a prompt for each bundle."""
+    places: list[str]
+    """Field of the body of each input, for errors."""
+    token_ids: list[Sequence[int]]
+    """Tokens of each input."""
+    cut_tokens: list[int]
+    """Number of tokens that each input has lost."""
+    result_bytes: int
+    """Upper bound of the size of all results, in bytes."""
+
+
+def plan_pool(
+    inputs: Sequence[TextInput],
+    options: PoolOptions,
+    config: PoolingConfig,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    workers: int,
+) -> PoolPlan:
+    """Return the plan of a request that pools.
+
+    Args:
+        max_tokens: largest number of tokens of an input that the workers take.
+        workers: number of workers among which the request may be divided.
+
+    Raises:
+        InvalidRequestError: an input is empty, no text or not in the vocabulary, or an option does not fit the model.
+        ContextLengthError: an input is too long.
+    """
+    if options.dimensions is not None:
+        config.check_dimensions(options.dimensions)
+    encoded = _encode(inputs, options, config, tokenizer)
+    most = min(max_tokens, config.max_tokens)
+    limit = most if options.max_tokens is None else min(options.max_tokens, most)
+    fitted = [_fit(own, limit, options.truncate, text.place) for text, own in zip(inputs, encoded, strict=True)]
+    kept = _prompt_tokens(options, config, tokenizer)
+    pooled = [
+        PoolInput(own.token_ids, own.second_start, 0 if isinstance(text.content, list) else min(kept, len(own)))
+        for text, own in zip(inputs, fitted, strict=True)
+    ]
+    wish = PoolWish(options.task, options.dimensions, options.normalize, options.activation, options.role)
+    bundles = [PoolBundle(wish, part) for part in divide(pooled, workers)]
+    sizes = [_result_bytes(own, options, config, text.place) for text, own in zip(inputs, pooled, strict=True)]
+    return PoolPlan(
+        plan=_plan(bundles, options),
+        places=[each.place for each in inputs],
+        token_ids=[each.token_ids for each in pooled],
+        cut_tokens=[len(before) - len(after) for before, after in zip(encoded, fitted, strict=True)],
+        result_bytes=sum(sizes),
+    )
+
+
+def divide(inputs: Sequence[PoolInput], workers: int) -> Iterator[list[PoolInput]]:
+    """Yield bundles of inputs, in order. A request of many tokens has at least a bundle for each worker.
+
+    Args:
+        workers: number of workers among which the request may be divided.
+    """
+    total = sum(len(each.token_ids) for each in inputs)
+    most = min(BUNDLE_TOKENS, max(LEAST_BUNDLE_TOKENS, -(-total // max(1, workers))))
+    bundle: list[PoolInput] = []
+    tokens = 0
+    for each in inputs:
+        if bundle and (tokens + len(each.token_ids) > most or len(bundle) >= BUNDLE_INPUTS):
+            yield bundle
+            bundle, tokens = [], 0
+        bundle.append(each)
+        tokens += len(each.token_ids)
+    if bundle:
+        yield bundle
+
+
+def _plan(bundles: Iterable[PoolBundle], options: PoolOptions) -> Plan:
+    prompts = [
+        PromptPlan(
+            text=None,
+            token_ids=[token for each in bundle.inputs for token in each.token_ids],
+            sampling=SamplingParams(max_tokens=0),
+            pool=bundle,
+        )
+        for bundle in bundles
+    ]
+    return Plan(
+        prompts=prompts,
+        n=1,
+        stop=(),
+        include_stop=False,
+        skip_special_tokens=True,
+        cache_salt=options.cache_salt,
+        wanted_priority=options.priority,
+        kind=common_pb2.WORK_KIND_POOL,
+        has_seed=True,
+    )
+
+
+def _encode(
+    inputs: Sequence[TextInput], options: PoolOptions, config: PoolingConfig, tokenizer: Tokenizer
+) -> list[Encoded]:
+    """Return the tokens of all inputs, before they are cut."""
+
+    def prepared(text: str) -> str:
+        text = f"{options.prompt}{text}".strip()
+        return text.lower() if config.lower_case else text
+
+    texts: list[tuple[str | tuple[str, str], str]] = []
+    for each in inputs:
+        match each.content:
+            case str(text):
+                _check_filled(text, each.place)
+                texts.append((prepared(text), each.place))
+            case (str(first), str(second)):
+                texts.append(((prepared(first), second.lower() if config.lower_case else second), each.place))
+    found = iter(encode_texts(tokenizer, texts, options.add_special_tokens))
+    encoded: list[Encoded] = []
+    for each in inputs:
+        content = each.content
+        if isinstance(content, str) or (len(content) == 2 and isinstance(content[0], str)):
+            encoded.append(next(found))
+        else:
+            ids = [token for token in content if isinstance(token, int)]
+            check_ids(ids, tokenizer.vocab_size, each.place)
+            check_no_media(ids, tokenizer, each.place)
+            encoded.append(EncodedText(ids))
+        if not len(encoded[-1]):
+            _check_filled("", each.place)
+    return encoded
+
+
+def _check_filled(text: str, place: str) -> None:
+    if not text:
+        raise InvalidRequestError(f"{place} must not be empty", place)
+
+
+def _fit(encoded: Encoded, limit: int, truncate: Side | None, place: str) -> Encoded:
+    """Return an input with at most `limit` tokens. Raises ContextLengthError if it would have to be cut and may not."""
+    count = len(encoded)
+    if count <= limit:
+        return encoded
+    if truncate is None:
+        message = (
+            f"{place} has {count} tokens and this model takes {limit} at once: shorten it, or ask for it to be cut "
+            "(truncate_prompt_tokens: -1)"
+        )
+        raise ContextLengthError(message, place, count, limit)
+    if limit < encoded.least_tokens:
+        message = f"{place}: {limit} tokens have no room for a token of the text beside the special tokens"
+        raise InvalidRequestError(message, place)
+    return encoded.cut(limit, truncate)
+
+
+def _prompt_tokens(options: PoolOptions, config: PoolingConfig, tokenizer: Tokenizer) -> int:
+    """Return the number of tokens at the front of each text that belong to the prompt, if the model leaves these out.
+
+    As in sentence-transformers, special tokens before the prompt belong to it.
+    """
+    if config.include_prompt or not options.prompt:
+        return 0
+    prompt = options.prompt.strip()
+    text = prompt.lower() if config.lower_case else prompt
+    (own,) = encode_texts(tokenizer, [(text, "prompt")], options.add_special_tokens)
+    return len(own) - own.special_end
+
+
+def _result_bytes(pooled: PoolInput, options: PoolOptions, config: PoolingConfig, place: str) -> int:
+    """Return an upper bound of the size of an input's result. Raises InvalidRequestError if it is too large."""
+    values = 2 if options.task == "sparse" else options.dimensions or config.dim
+    rows = len(pooled.token_ids) if options.task in ROW_TASKS else 1
+    size = rows * values * FLOAT_BYTES
+    if size > MOST_RESULT_BYTES:
+        most = MOST_RESULT_BYTES // (values * FLOAT_BYTES)
+        message = f"{place} has {rows} tokens; with a result for each token, this server takes {most} at once"
+        raise ContextLengthError(message, place, rows, most)
+    return size

@@ -1,0 +1,1 @@
+"""The ways to read blocks of another host: gRPC and UCX, and which one is used."""

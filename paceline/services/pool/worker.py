@@ -1,0 +1,137 @@
+"""The core of a pool worker: a model without a decoder, whose inputs are computed whole, without KV blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+from paceline.core.errors import UnavailableError
+from paceline.core.metrics import Sample
+from paceline.engine.engine import Engine
+from paceline.engine.limits import Limits
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.step import Step, StepResult
+from paceline.models.pooling.model import PoolingModel, TextRow
+from paceline.proto import common_pb2, worker_pb2
+from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.services.common.pool_wire import wish_from_pb
+from paceline.services.pool.pool_calls import PoolCall, StepPlanner
+from paceline.services.pool.steps import PoolSteps
+from paceline.services.worker.admission import WorkerAdmission
+from paceline.services.worker.compute import Send
+from paceline.services.worker.event_stream import ALIVE_SECONDS
+from paceline.services.worker.work_check import check_pool
+from paceline.services.worker.worker_setup import WorkerSetup, machine_turns
+
+
+class PoolWorker:
+    """A worker that computes vectors, scores and labels.
+
+    Its engine has no requests and runs only steps of `PoolSteps`. If workers share the cores of a machine, this worker
+    takes turns with them as a prefill worker does.
+    """
+
+    layout = None
+
+    def __init__(self, model: PoolingModel, weights: str, setup: WorkerSetup) -> None:
+        self.model_id = setup.model_id
+        self.weights = weights
+        config = setup.config
+        own = model.config.max_tokens
+        self.max_model_len = min(config.max_model_len, own) if config.max_model_len else own
+        self.admission = WorkerAdmission(config.max_seqs)
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        """A future that gets an exception if the engine fails, and never a result."""
+        turns = machine_turns(setup)
+        self._takes_turns = turns is not None
+        self.engine = Engine(
+            Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
+            _NoModel(),
+            on_events=lambda events: None,
+            on_failure=self._pass_failure,
+            turns=turns,
+        )
+        self.steps = PoolSteps(model, StepPlanner(config.max_batched_tokens), self.engine.encode)
+
+    def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
+        """Count one call for the body of a `with` statement. Raises the errors of `WorkerAdmission.admit`."""
+        return self.admission.admit()
+
+    def check(self, work: common_pb2.Work) -> None:
+        """Refuse work that this worker can never do.
+
+        Raises InvalidRequestError, or UnavailableError if another worker may be able to do it.
+        """
+        if work.model != self.model_id:
+            raise UnavailableError("this worker serves another model")
+        check_pool(work, self.max_model_len)
+
+    async def serve(self, work: common_pb2.Work, send: Send) -> None:
+        """Compute the inputs of a call, and send their results as steps end."""
+        wish = wish_from_pb(work.pool)
+        rows = [TextRow(list(each.token_ids), each.second_start, each.prompt_tokens) for each in work.pool.inputs]
+        self._model.check(rows, wish)
+        wanted = work.ttft_seconds if work.HasField("ttft_seconds") else None
+        call = PoolCall(rows, wish, work.background, wanted)
+        await send(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=work.key)))
+        running = self.steps.add(call)
+        try:
+            left = len(rows)
+            while left:
+                try:
+                    async with asyncio.timeout(ALIVE_SECONDS):
+                        result = await running.results.get()
+                except TimeoutError:
+                    if self._goes_on:
+                        await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
+                    continue
+                if isinstance(result, Exception):
+                    raise result
+                messages, report = result
+                for number, message in enumerate(messages):
+                    left -= len(message.rows)
+                    await send(worker_pb2.ComputeEvent(pooled=message, report=None if number else report))
+        finally:
+            self.steps.remove(call)
+
+    def load(self) -> LoadReport:
+        """Return the worker's load, by which gateways choose workers."""
+        waiting = self.steps.waiting_calls
+        return LoadReport(
+            running=max(0, self.admission.active - waiting),
+            waiting=waiting,
+            queued_tokens=self.steps.waiting_tokens,
+            prefill_tokens_per_second=self.steps.tokens_per_second,
+        )
+
+    def work(self) -> WorkReport:
+        """Return the report for the planner."""
+        return WorkReport(shares_cores=self._takes_turns)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield the metrics of the engine and of the steps."""
+        yield from self.engine.computing.samples()
+        yield from self.steps.samples()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether the worker is idle or its step under way began less than ALIVE_SECONDS ago."""
+        return self.engine.step_seconds < ALIVE_SECONDS
+
+    def _pass_failure(self, error: BaseException) -> None:
+        """Pass the engine's error on to the event loop. Called on the engine's threads."""
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
+
+
+class _NoModel:
+    """The runner of an engine without requests."""
+
+    def execute(self, step: Step) -> StepResult:
+        raise AssertionError("a pool worker has no steps of a scheduler")
