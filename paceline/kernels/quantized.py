@@ -57,9 +57,9 @@ class QuantizedMatrix:
     outer_offsets: Tensor | None = None
     """In the shape of `outer`: the same for the offsets."""
     input_scale: float | None = None
-    """If given, kernels round x to signed bytes before the product, and their sums are exact: W8A8. The scale of x; 0 if each
-    token has its own, with which its largest value is 127. Such a matrix has values of 8 bits without offsets, and one scale for
-    each output, fp32 [out, 1].
+    """If given, kernels round x to signed bytes before the product, and their sums are exact: W8A8. The scale of x; 0
+    if each token has its own, with which its largest value is 127. Such a matrix has values of 8 bits without offsets,
+    and one scale for each output, fp32 [out, 1].
     """
 
     @property
@@ -113,8 +113,8 @@ def round_to_bytes(x: Tensor, fixed: float = 0.0) -> tuple[Tensor, Tensor]:
     """Round rows [tokens, in] to signed bytes. Return int8 and the scales, fp32 [tokens, 1].
 
     Args:
-        fixed: the scale of all rows; 0 if each row has its own, with which its largest value is 127. A row with a value that
-            is not finite has the scale NaN.
+        fixed: the scale of all rows; 0 if each row has its own, with which its largest value is 127. A row with a value
+            that is not finite has the scale NaN.
     """
     wide = x.float()
     largest = wide.abs().amax(1, keepdim=True)

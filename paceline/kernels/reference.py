@@ -18,7 +18,7 @@ from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence
 
 _BYTES = 1
-"""The format of a matrix with an `input_scale`: its values, then for each output its scale and the scale of x, all fp32."""
+"""The format of a matrix with an `input_scale`, fp32: its values, then for each output its scale and the scale of x."""
 
 
 class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.core.errors import ConfigError
 from paceline.core.experts import Routing
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerState
@@ -14,6 +15,7 @@ from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import instruction_sets
 from paceline.kernels.quantized import QuantizedMatrix, multiply_bytes, round_to_bytes
 from paceline.kernels.reference import ReferenceKernels
+from paceline.kernels.triton_kernels.kernels import TritonKernels
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -123,3 +125,16 @@ def test_experts(native: NativeKernels) -> None:
         experts = own.index_experts(ExpertWeights(gate, up, down, "silu"))
         results.append(own.experts(x, ids, weights, experts))
     torch.testing.assert_close(*results)
+
+
+def test_triton_says_that_it_cannot() -> None:
+    kernels = TritonKernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    with pytest.raises(ConfigError, match="--quantization none"):
+        kernels.pack(random_bytes(16, 32, torch.bfloat16))
+
+
+def test_experts_with_fixed_scales_are_refused() -> None:
+    kernels = NativeKernels(1)
+    packed = [kernels.pack(random_bytes(32, 32, torch.float32, 0.1))]
+    with pytest.raises(ConfigError, match="fixed scales; choose --quantization none"):
+        kernels.index_experts(ExpertWeights(packed, packed, packed, "silu"))

@@ -58,10 +58,12 @@ class NativeExperts(Operations):
         A row of the table is an `Expert` of src/experts.h. If a tensor is missing, which the loader reports, there is
         no table.
         """
-        if any((weight.format or 0) & FIXED_SCALE for part in (experts.gate, experts.up, experts.down) for weight in part):
+        if any(
+            (weight.format or 0) & FIXED_SCALE for part in (experts.gate, experts.up, experts.down) for weight in part
+        ):
             raise ConfigError(
-                "the native kernels round the input of experts with a scale for each token, but the checkpoint has fixed scales; "
-                "choose --quantization none"
+                "the native kernels round the input of experts with a scale for each token, but the checkpoint has "
+                "fixed scales; choose --quantization none"
             )
         given = experts.gate_bias, experts.up_bias, experts.down_bias
         gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]

@@ -108,8 +108,8 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
 
 
 def _form(op: Op) -> tuple[bool, bool, bool, int]:
-    """Return whether the operation's weights have a special format, whether they are compressed, whether they are always
-    unpacked, and how x is rounded. All operations of a job have the same form, and round x in the same way.
+    """Return whether the operation's weights have a special format, whether they are compressed, whether they are
+    always unpacked, and how x is rounded. All operations of a job have the same form, and round x in the same way.
     """
     return op.format != 0, op.format == COMPRESSED, must_unpack(op.format), op.format & (BYTE_INPUT | FIXED_SCALE)
 

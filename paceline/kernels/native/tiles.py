@@ -130,7 +130,8 @@ def pack_tiles(matrix: QuantizedMatrix, tile_format: int, to: Tensor) -> None:
     scale.
     """
     if tile_format & BYTE_INPUT:
-        return _pack_bytes(matrix, to)
+        _pack_bytes(matrix, to)
+        return
     done = _head_bytes(tile_format)
     if done:
         to[:done] = _head(matrix, tile_format)

@@ -171,7 +171,11 @@ def read_format(folder: Path) -> WeightFormat | None:
 
 
 def rounds_input(folder: Path) -> bool:
-    """Return whether the checkpoint's format rounds activations before products (W8A8). Raises ModelError as `read_format`."""
+    """Return whether the checkpoint's format rounds activations before products (W8A8).
+
+    Raises:
+        ModelError: as `read_format`.
+    """
     stored = read_format(folder)
     return isinstance(stored, CompressedTensors) and stored.rounds_input
 

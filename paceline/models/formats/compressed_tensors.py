@@ -198,8 +198,9 @@ class _Packed:
 
 
 class _SignedBytes:
-    """Whole numbers of 8 bits as signed bytes. If activations are signed bytes, too, with one scale for a token or a matrix, and
-    weights have one for each output or for the matrix, kernels round x (W8A8). Other activations stay as they are.
+    """Whole numbers of 8 bits as signed bytes. If activations are signed bytes, too, with one scale for a token or for
+    all, and weights have one for each output or for the matrix, kernels round x (W8A8). Other activations stay as they
+    are.
     """
 
     bits = 8

@@ -56,7 +56,8 @@ class Packer:
                 return self.kernels.pack(weight.decode(), allocate)
             weight = weight.dequantize().to(self.device)
         if isinstance(weight, QuantizedMatrix):
-            # With int8, too: such a matrix of a checkpoint fits in eight bits as it is. The reference rounds x to bytes, too.
+            # With int8, too: such a matrix of a checkpoint fits in eight bits as it is. The reference keeps those
+            # for which it rounds x.
             stays = self.weight_form != "none" and (self.kernels.quantized_packing or weight.input_scale is not None)
             if stays and not self.kernels.quantized_packing:
                 values, scales = weight.values.to(self.device), weight.scales.to(self.device)

@@ -141,7 +141,7 @@ class _RoundsInput(torch.nn.Module):
 
 
 def test_inputs_are_rounded_if_the_format_says_so(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
-    for folder, fixed, dynamic in (("token", 0.0, True), ("fixed", 0.03125, False)):
+    for fixed, dynamic in ((0.0, True), (0.03125, False)):
         reference = save_llama(hidden_size=96, intermediate_size=192)
         config = config_of("W8A8")
         activations = {"num_bits": 8, "type": "int", "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
@@ -152,13 +152,15 @@ def test_inputs_are_rounded_if_the_format_says_so(tmp_path: Path, save_llama: An
             return {**tensors, **({"input_scale": torch.tensor([fixed])} if fixed else {})}, whole
 
         store(tmp_path, reference, config, compressed)
-        for layer in [module for module in reference.modules() if type(module).__name__ in ("LlamaMLP", "LlamaAttention")]:
+        for layer in [
+            module for module in reference.modules() if type(module).__name__ in ("LlamaMLP", "LlamaAttention")
+        ]:
             for name, linear in list(layer.named_children()):
                 if isinstance(linear, torch.nn.Linear):
                     setattr(layer, name, _RoundsInput(linear, fixed))
         for kernels in (select_kernels(CPU), ReferenceKernels()):
             model = load_model(tmp_path, torch.float32, kernels, CPU)
-            # A number between two bytes may be rounded to either one, because the sums before it differ in the last bits.
+            # A number between two bytes may be rounded to either one, because earlier sums differ in the last bits.
             check_against_reference(reference, model, paged_contexts, 2e-2)
         exact = load_model(tmp_path, torch.float32, select_kernels(CPU), CPU, quantization="none")
         with pytest.raises(AssertionError):
@@ -173,7 +175,8 @@ def test_other_activations_stay_as_they_are(changes: dict[str, Any]) -> None:
     config = config_of("W8A8")
     config["config_groups"]["group_0"]["input_activations"].update(changes)
     found = find_format({"quantization_config": config})
-    assert isinstance(found, CompressedTensors) and not found.rounds_input
+    assert isinstance(found, CompressedTensors)
+    assert not found.rounds_input
 
 
 @pytest.mark.parametrize("scale", [0.0, float("nan"), -1.0])
@@ -181,7 +184,7 @@ def test_a_fixed_scale_that_is_none_is_refused(scale: float) -> None:
     config = config_of("W8A8")
     config["config_groups"]["group_0"]["input_activations"].update(dynamic=False, strategy="tensor")
     tensors = {**compress("W8A8", torch.randn(16, 32))[0], "input_scale": torch.tensor([scale])}
-    with pytest.raises(ModelError, match="m.input_scale is .*, not a scale"):
+    with pytest.raises(ModelError, match=r"m\.input_scale is .*, not a scale"):
         decoded(config, tensors, (16, 32))
 
 
