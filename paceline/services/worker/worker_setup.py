@@ -20,7 +20,7 @@ from paceline.core.speculative import SpeculativeConfig, parse_speculative_confi
 from paceline.core.turns import PAGE_BYTES, PoolTurns, RoleTurns, Turns
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.models.config import read_facts, weight_form
+from paceline.models.config import read_facts, rounds_input, weight_form
 from paceline.models.identity import implementation_name
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
@@ -50,6 +50,7 @@ class ComputeOptions:
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
         form = weight_form(Path(config.model), quantization_of(config))
         is_exact = form in ("gguf", "checkpoint") and rounds_blocks(kernels, dtype)
+        is_exact = is_exact and not (form == "checkpoint" and rounds_input(Path(config.model)))
         code = implementation_name(Path(config.model), config.model_impl)
         type_name = str(dtype).removeprefix("torch.")
         if config.kv_coding.code:
