@@ -108,14 +108,14 @@ class CustomGrammar(Body):
     definition: str
 
 
-class CustomFormat(Body):
+class CustomInputFormat(Body):
     """The form of a custom tool's input."""
 
     type: Literal["text", "grammar"] = "text"
     grammar: CustomGrammar | None = None
 
     @model_validator(mode="after")
-    def _check_grammar(self) -> CustomFormat:
+    def _check_grammar(self) -> CustomInputFormat:
         if (self.type == "grammar") != (self.grammar is not None):
             raise PydanticCustomError("grammar", "a format has a grammar if, and only if, its type is grammar")
         return self
@@ -126,7 +126,7 @@ class CustomDefinition(Body):
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    format: CustomFormat | None = None
+    format: CustomInputFormat | None = None
 
 
 class CustomToolDefinition(Body):
