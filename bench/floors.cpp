@@ -71,8 +71,8 @@ double compute_fp32(int64_t loops) {
     return compute<Floats>(loops, 2.0 * kBytes / 4, [=](Floats& sum) { sum += a * b; });
 }
 
-double compute_bf16(int64_t loops) {
-#if defined(__AMX_BF16__)
+#if defined(__AMX_TILE__)
+static void configure_tiles() {
     struct alignas(64) {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
@@ -89,6 +89,12 @@ double compute_bf16(int64_t loops) {
     _tile_loadd(5, zeros, 64);
     _tile_loadd(6, zeros, 64);
     _tile_loadd(7, zeros, 64);
+}
+#endif
+
+double compute_bf16(int64_t loops) {
+#if defined(__AMX_BF16__)
+    configure_tiles();
     for (int64_t i = 0; i < loops; ++i) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
@@ -123,6 +129,38 @@ double compute_pairs(int64_t loops) {
         asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sum), "=&v"(product) : "v"(a), "v"(b));
 #endif
     });
+#else
+    (void)loops;
+    return 0;
+#endif
+}
+
+// Fours of signed bytes.
+double compute_bytes(int64_t loops) {
+#if defined(__AMX_INT8__)
+    configure_tiles();
+    for (int64_t i = 0; i < loops; ++i) {
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+    }
+    _tile_release();
+    return 4.0 * 16 * 16 * 64 * 2 * loops;
+#elif defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+    const Ints a = Ints{} + 0x01010101, b = Ints{} + 0x01020301;
+    return compute<Ints>(loops, 2.0 * kBytes, [=](Ints& sum) {
+#if defined(__AVX512VNNI__)
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else
+        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+#endif
+    });
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const int8x16_t a = vdupq_n_s8(1), b = a;
+    return compute<int32x4_t>(loops, 32, [=](int32x4_t& sum) { sum = vdotq_s32(sum, a, b); });
+#elif defined(__AVX2__)
+    return compute_pairs(loops);
 #else
     (void)loops;
     return 0;

@@ -23,11 +23,11 @@ from paceline.kernels.native.memory import WeightMemory
 SOURCE = Path(__file__).with_name("floors.cpp")
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     "avx512-bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma"),
-    "neon-bf16": ("-march=armv8.2-a+bf16",),
+    "neon-bf16": ("-march=armv8.2-a+bf16+dotprod",),
     "neon": (),
     "portable": (),
 }
@@ -37,6 +37,8 @@ FUSED = {"avx512_vnni": ("avx512", "-mavx512vnni"), "avx_vnni": ("avx2", "-mavxv
 with the first letters of the instruction sets that use it.
 """
 READ_BYTES = 200 << 20
+_COMPUTED = ("compute_fp32", "compute_bf16", "compute_pairs", "compute_bytes")
+"""Functions of floors.cpp for the rates of computing, in the order of `Rates`."""
 COMPUTE_SECONDS = 0.03
 """Approximate time of one measurement of a rate of computing, in seconds."""
 
@@ -53,6 +55,8 @@ class Rates:
     bf16: float
     pairs: float
     """Rate with pairs of 16-bit integers."""
+    bytes: float
+    """Rate with signed bytes."""
 
 
 class Floors:
@@ -71,7 +75,7 @@ class Floors:
         read = self._seconds(
             rounds, lambda thread: self._library.read_all(data.data_ptr() + thread * part, ctypes.c_int64(part))
         )
-        computed = (self._compute(name, rounds) for name in ("compute_fp32", "compute_bf16", "compute_pairs"))
+        computed = (self._compute(name, rounds) for name in _COMPUTED)
         return Rates(self._threads * part / read, *computed)
 
     def read_blocks(self, blocks: Tensor, block_bytes: int, rounds: int) -> float:
@@ -124,7 +128,7 @@ def _compile(instruction_set: str) -> ctypes.CDLL:
         command = ["g++", "-std=c++17", "-O3", "-fPIC", "-shared", "-Wno-psabi", *flags, str(SOURCE), "-o", str(file)]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(file))
-    for name in ("compute_fp32", "compute_bf16", "compute_pairs"):
+    for name in _COMPUTED:
         function = getattr(library, name)
         function.argtypes, function.restype = (ctypes.c_int64,), ctypes.c_double
     library.read_all.argtypes = (ctypes.c_void_p, ctypes.c_int64)

@@ -26,8 +26,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from bench.blocks import BLOCKS, K_BLOCK
 from bench.floors import Floors, Rates
-from bench.small_floats import quantize_fp8, quantize_mxfp4, quantize_nf4
+from bench.small_floats import quantize_fp8, quantize_mxfp4, quantize_mxfp8, quantize_nf4, quantize_nvfp4
 from paceline.core.types import SamplingParams
 from paceline.engine.sampler import SamplingRow, as_draw, sample
 from paceline.kernels import rounds_blocks
@@ -36,7 +37,7 @@ from paceline.kernels.caches import LayerState, RecurrentState, view_pool, view_
 from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.kernels.native import NativeKernels
 from paceline.kernels.native.library import COMPRESSED
-from paceline.kernels.native.tiles import must_unpack
+from paceline.kernels.native.tiles import BYTE_INPUT, must_unpack
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix, quantize_int8
 from paceline.kernels.reference import ReferenceKernels
@@ -67,6 +68,7 @@ class Shape:
 MODELS = (
     Shape("smollm2-135m", 576, 1536, 9, 3, 64, 49152),
     Shape("gemma-3-270m", 640, 2048, 4, 1, 256, 262144),
+    Shape("llama-3.2-1b", 2048, 8192, 32, 8, 64, 128256),
 )
 
 
@@ -99,8 +101,17 @@ class Case:
                 rounds_blocks(native, dtype) or must_unpack(weight.format)
             ):
                 rate = rates.pairs
+            if weight.format not in (None, COMPRESSED) and weight.format & BYTE_INPUT:
+                rate = rates.bytes or rates.fp32
         reading = self.read(floors) if self.read is not None else read_bytes / rates.read
         return max(reading, self.operations / rate)
+
+
+def quantize_w8a8(weight: Tensor) -> QuantizedMatrix:
+    """Quantize to signed bytes with a scale for each output. Kernels round x, too."""
+    scales = weight.float().abs().amax(1, keepdim=True) / 127
+    values = (weight.float() / scales).round().to(torch.int8)
+    return QuantizedMatrix(values, scales, None, 8, weight.dtype, torch.float32, input_scale=0.0)
 
 
 def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
@@ -114,10 +125,14 @@ def quantize_q4_1(weight: Tensor) -> QuantizedMatrix:
 
 QUANTIZE: dict[str, Callable[[Tensor], QuantizedMatrix]] = {
     "int8": quantize_int8,
+    "w8a8": quantize_w8a8,
     "q4_1": quantize_q4_1,
     "mxfp4": quantize_mxfp4,
+    "nvfp4": quantize_nvfp4,
     "nf4": quantize_nf4,
     "fp8": quantize_fp8,
+    "mxfp8": quantize_mxfp8,
+    **BLOCKS,
 }
 
 
@@ -243,12 +258,16 @@ def row_cases(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Case]:
 
 def cases(shape: Shape, dtype: torch.dtype, how: str) -> Iterator[Case]:
     width = shape.heads * shape.head_dim
+    unit = K_BLOCK if how.endswith("_k") else 1
     for rows in (1, 8, 64, 512):
-        yield linear_case("linear q", rows, shape.hidden, width, dtype, how)
-        yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype, how)
-        yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype, how)
+        if shape.hidden % unit == 0:
+            yield linear_case("linear q", rows, shape.hidden, width, dtype, how)
+            yield linear_case("linear up", rows, shape.hidden, shape.inner, dtype, how)
+        if shape.inner % unit == 0:
+            yield linear_case("linear down", rows, shape.inner, shape.hidden, dtype, how)
     for rows in (1, 8):
-        yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype, how, is_head=True)
+        if shape.hidden % unit == 0:
+            yield linear_case("linear head", rows, shape.hidden, shape.vocab, dtype, how, is_head=True)
         yield choose_case("draw", shape, SamplingParams(temperature=1.0, seed=1), rows)
         yield choose_case("draw, top_p 0.95", shape, SamplingParams(temperature=1.0, top_p=0.95, seed=1), rows)
         yield choose_case("draw, top_k 50", shape, SamplingParams(temperature=1.0, top_k=50, seed=1), rows)
@@ -330,6 +349,7 @@ def main() -> None:
     )
     parser.add_argument("--instruction-set", default="auto", help="instruction set of the kernels [%(default)s]")
     parser.add_argument("--only", default="", help="run only kernels whose name contains this")
+    parser.add_argument("--model", default="", help="run only shapes of models whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
@@ -341,11 +361,12 @@ def main() -> None:
         print(f"{native.instruction_set}, {options.threads} threads, {options.dtype}")
         print(
             f"reads {rates.read / 1e9:.1f} GB/s; computes {rates.fp32 / 1e9:.0f} GFLOP/s in fp32, "
-            f"{rates.bf16 / 1e9:.0f} in bf16, {rates.pairs / 1e9:.0f} in 16-bit integers (0: no such instructions)"
+            f"{rates.bf16 / 1e9:.0f} in bf16, {rates.pairs / 1e9:.0f} in 16-bit integers, "
+            f"{rates.bytes / 1e9:.0f} in bytes (0: no such instructions)"
         )
         print(f"{'model':<17}{'kernel':<28}{'rows':>7}{'native us':>11}{'torch us':>11}{'speedup':>9}{'of floor':>10}")
         for name, case in all_cases(dtype, options.quantization):
-            if options.only not in case.name:
+            if options.only not in case.name or options.model not in name:
                 continue
             runs = [case.make(kernels) for kernels in backends]
             our_time, torch_time = (seconds / case.calls for seconds in medians(options.rounds, *runs))

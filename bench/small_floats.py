@@ -22,6 +22,16 @@ def quantize_mxfp4(weight: Tensor) -> QuantizedMatrix:
     return QuantizedMatrix(codes, exponents.byte(), None, 4, weight.dtype, torch.float32, E2M1)
 
 
+def quantize_nvfp4(weight: Tensor) -> QuantizedMatrix:
+    """Quantize to E2M1 with a scale in E4M3 for each 16 values, and one number for the matrix."""
+    blocks = weight.float().unflatten(1, (-1, 16))
+    whole = float(blocks.abs().max()) / (6 * 448)
+    scales = (blocks.abs().amax(2) / 6 / whole).to(torch.float8_e4m3fn)
+    codes = _nearest(blocks / (scales.float() * whole).clamp(min=1e-9).unsqueeze(2), E2M1)
+    factors = torch.tensor([whole, 1.0])
+    return QuantizedMatrix(codes, scales, None, 4, weight.dtype, torch.float32, E2M1, factors)
+
+
 def quantize_nf4(weight: Tensor) -> QuantizedMatrix:
     """Quantize to a table of numbers that are not whole, with a scale for each 64 values."""
     blocks = weight.float().unflatten(1, (-1, 64))
@@ -37,6 +47,14 @@ def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
     scales = blocks.abs().amax(2) / 448
     values = (blocks / scales.unsqueeze(2)).flatten(1)[:, : weight.shape[1]].to(torch.float8_e4m3fn)
     return QuantizedMatrix(values, scales, None, 8, weight.dtype, torch.float32)
+
+
+def quantize_mxfp8(weight: Tensor) -> QuantizedMatrix:
+    """Quantize to E4M3 with a power of two for each 32 values."""
+    blocks = weight.float().unflatten(1, (-1, 32))
+    exponents = (blocks.abs().amax(2) / 448).log2().ceil() + 127
+    values = (blocks / torch.exp2(exponents - 127).unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn)
+    return QuantizedMatrix(values, exponents.byte(), None, 8, weight.dtype, torch.bfloat16)
 
 
 def _nearest(blocks: Tensor, table: Tensor) -> Tensor:

@@ -75,6 +75,9 @@ COMMANDS: Mapping[str, str] = {
     "bench.planner": "--minutes 4 --warm-up 1 --only",
     "bench.planner_live": "{model} --minutes 0.2 --warm-up 0 --only planner",
     "bench.pod_lifecycle": "--streams 2 --concurrency 2 --pods 1 --hurry 20",
+    "bench.pooling": "a=http://127.0.0.1:{port} b=http://127.0.0.1:{other_port} --model all-minilm-l6-v2 --rounds 1"
+    " --start 'a={serve} all-minilm-l6-v2 --port {port}' --start 'b={serve} all-minilm-l6-v2 --port {other_port}'"
+    " --tokens 16 --clients 1 --batch 2 --seconds 0.5",
     "bench.prefix": "{model} --prompt-tokens 100 --prompts 1 --turns 1 --kv-memory 64MiB",
     "bench.q4": "--peer {llama} --gguf {folder}/tiny.gguf --prompt-tokens 32 --tokens 4 --requests 1 --rounds 1",
     "bench.rolling_upgrade": "{model} --streams 4 --clients 1 --tokens 4",
@@ -173,6 +176,9 @@ def main() -> int:
             "tokenizer": str(tokenizer),
             "trace": f"{folder}/trace.jsonl",
             "url": f"http://127.0.0.1:{port}",
+            "serve": f"{sys.executable} -m paceline serve",
+            "port": str(free_port()),
+            "other_port": str(free_port()),
             "vllm": options.vllm,
             "llama": options.llama,
         }

@@ -15,17 +15,36 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 from prometheus_client.metrics_core import Metric
+from pydantic import BaseModel
 
 from paceline.cli.flags import HIDDEN_OPTIONS, SHORT_FLAGS
 from paceline.cli.services import SERVICES
 from paceline.core.metrics import Family
 from paceline.core.options import Options, flag, group_of, range_of
+from paceline.services.gateway.api.pooling.cohere import CohereRequest
+from paceline.services.gateway.api.pooling.embeddings import EmbeddingRequest
+from paceline.services.gateway.api.pooling.tei import PredictRequest, TeiEmbedRequest
+from paceline.services.gateway.api.pooling.vllm import ClassifyRequest, PoolingRequest
+from paceline.services.gateway.api.scoring.requests import RerankRequest, ScoreRequest
 from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.telemetry.metrics import Metrics
 
 FOLDER = Path(__file__).parent / "reference"
+SCHEMAS: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/v2/embed": CohereRequest,
+    "/pooling": PoolingRequest,
+    "/classify": ClassifyRequest,
+    "/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/embed": TeiEmbedRequest,
+    "/predict": PredictRequest,
+}
+"""The bodies of the routes whose fields are on the page of requests."""
 PACKAGE = Path(__file__).parents[1] / "paceline"
 
 
@@ -78,7 +97,7 @@ def api() -> str:
         "the answer, such as `logits_processors`, are refused with status 400. All other unknown fields are ignored,",
         "with a warning in the log.",
     ]
-    for path, schema in (("/v1/completions", CompletionRequest), ("/v1/chat/completions", ChatRequest)):
+    for path, schema in SCHEMAS.items():
         described = schema.model_json_schema()
         lines += ["", f"## POST {path}", "", "| field | type | default |", "| --- | --- | --- |"]
         for name, field in described["properties"].items():

@@ -20,8 +20,8 @@ class Numerics:
     """Type of weights and activations, such as "bfloat16"; with a code of keys and values, "bfloat16 kv int8"."""
     quantization: str
     """"int8" if weights were rounded when they were loaded, "gguf" or "checkpoint" if quantized weights of a GGUF file
-    or of the checkpoint are multiplied in integers, else "none". If quantized weights are multiplied as floats, the
-    results have the same bits as with "none".
+    or of the checkpoint are multiplied in integers, or if activations are rounded to bytes as the checkpoint's format
+    says, else "none". If quantized weights are multiplied as floats, the results have the same bits as with "none".
     """
     implementation: str = "native"
     """The code that computes the model: "native" for ours, or "transformers" and its version."""

@@ -26,12 +26,12 @@ _PATTERN = "re:"
 """Prefix that marks an entry of `ignore` as a regular expression."""
 _EXPERTS = re.compile(r"(?:.*\.)?(?:experts|block_sparse_moe\.(?:input|output)_linear)(?=\.|$)")
 """The name of a layer's experts, at the beginning of a matrix's name."""
-_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings")
+_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "tok_embeddings")
 """Last parts of the names of embeddings and heads."""
 _ROUTERS = re.compile(r"(?:.*\.)?(?:router|gate)(?=\.|$)")
 """The name of a layer's router, at the beginning of a matrix's name."""
-_TABLES = ("embed_tokens_per_layer",)
-"""Last parts of the names of tables that stay in the checkpoint's file."""
+_TABLES = ("embed_tokens_per_layer", "position_embeddings", "token_type_embeddings")
+"""Last parts of the names of tables that are never rounded: they stay in the checkpoint's file, or are small."""
 _PART = re.compile(r"(?:\[\d+\])+$")
 _FLAG = "--quantization-config"
 

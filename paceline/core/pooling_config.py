@@ -51,27 +51,6 @@ class NormalizeModule:
 HeadModule: TypeAlias = DenseModule | NormModule | NormalizeModule
 
 
-@dataclass(frozen=True, slots=True)
-class TokenVectors:
-    """What a model with a vector for each token does around them."""
-
-    skipped_words: tuple[str, ...] = ()
-    """Tokens whose vectors a document does not have, such as punctuation."""
-    skips_in_queries: bool = False
-    kept_ids: frozenset[int] = frozenset()
-    """If not empty: the only token ids whose vectors a document has."""
-    query_length: int | None = None
-    document_length: int | None = None
-    expansion_length: int = 0
-    """Number of tokens to which a shorter query is filled up with `expansion_token`; 0 if it is not."""
-    expansion_cuts: bool = True
-    """Whether a longer query is cut to `expansion_length`."""
-    expansion_attends: bool = False
-    """Whether other tokens attend to those with which a query is filled up."""
-    expansion_token: str | None = None
-    """None is the tokenizer's mask token."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingConfig:
     """How a model makes vectors, scores or labels from hidden states."""
@@ -97,8 +76,8 @@ class PoolingConfig:
     """What follows after pooling, in order."""
     token_modules: tuple[HeadModule, ...] = ()
     """What follows for vectors of tokens, in order."""
-    token_vectors: TokenVectors | None = None
-    """None if the model was not made for vectors of tokens."""
+    kept_ids: frozenset[int] = frozenset()
+    """If not empty: the only token ids whose vectors a document has, such as those of an image's parts."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts to put before an input, by name."""
     default_prompt_name: str | None = None

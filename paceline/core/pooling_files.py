@@ -17,7 +17,7 @@ TEXT_FILES = (
 """Names under which the settings of the first module are kept."""
 BGE_M3_FILES = ("sparse_linear.pt", "colbert_linear.pt")
 """The further heads of bge-m3, beside its weights."""
-_PACKAGES = ("sentence_transformers.", "pylate.models.")
+_PACKAGE = "sentence_transformers."
 
 
 def settings_files(folder: Path) -> list[str]:
@@ -55,7 +55,7 @@ def listed_modules(folder: Path) -> list[tuple[str, str]]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     for kind, name in found:
-        if not kind.startswith(_PACKAGES):
+        if not kind.startswith(_PACKAGE):
             raise ModelError(f"{path} lists the module {kind}, which is code of its own that Paceline does not run")
         # The list comes from others, and must not make us open files of other folders.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

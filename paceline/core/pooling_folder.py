@@ -126,11 +126,10 @@ def _with_modules(
         tasks: frozenset[PoolTask] = frozenset({"score"})
         return PoolingConfig(**shared, tasks=tasks, dim=1, pooling=("last",), score_tokens=modules.score_tokens,
                              activation=_named_activation(settings.get("activation_fn")) or "sigmoid")  # fmt: skip
-    vectors = modules.token_vectors
     if not modules.pooling:
         size = _size_after(modules.after, hidden)
         return PoolingConfig(**shared, tasks=frozenset({"token_embed"}), dim=size, token_modules=modules.after,
-                             token_vectors=vectors, similarity=_similarity(settings, "maxsim"))  # fmt: skip
+                             kept_ids=modules.kept_ids, similarity=_similarity(settings, "maxsim"))  # fmt: skip
     tasks = frozenset({"embed", "token_embed"})
     dense = all((folder / name).is_file() for name in BGE_M3_FILES)
     if dense:
@@ -259,7 +258,12 @@ def _special_ids(raw: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _text_settings(folder: Path) -> Mapping[str, Any]:
-    return next((found for name in TEXT_FILES if (found := read_object(folder / name))), {})
+    """Return the settings of the first module. Raises ModelError if they change texts in a way that is not known."""
+    found = next((found for name in TEXT_FILES if (found := read_object(folder / name))), {})
+    for name in ("query_expansion", "query_length", "document_length"):
+        if found.get(name) is not None:
+            raise ModelError(f"{folder}: {name} of sentence-transformers is not supported")
+    return found
 
 
 def _whole(value: object, name: str) -> int:

@@ -16,7 +16,6 @@ from paceline.core.pooling_config import (
     NormalizeModule,
     NormModule,
     Pooling,
-    TokenVectors,
 )
 from paceline.core.pooling_files import MODULES_FILE, listed_modules
 
@@ -55,7 +54,8 @@ class Modules:
     include_prompt: bool = True
     after: tuple[HeadModule, ...] = ()
     """Modules after pooling; without pooling, they are for vectors of tokens."""
-    token_vectors: TokenVectors | None = None
+    kept_ids: frozenset[int] = frozenset()
+    """See `PoolingConfig.kept_ids`."""
     score_tokens: tuple[int, int | None] | None = None
 
 
@@ -69,7 +69,7 @@ def read_modules(folder: Path) -> Modules:
         first = listed[0][0] if listed else "nothing"
         raise ModelError(f"{folder / MODULES_FILE}: the first module must be a Transformer, not {first}")
     pooling: tuple[Pooling, ...] = ()
-    include_prompt, masked, scores = True, TokenVectors(), None
+    include_prompt, kept, scores = True, frozenset[int](), None
     after: list[HeadModule] = []
     for kind, name in listed[1:]:
         values = read_object(folder / name / "config.json")
@@ -83,7 +83,7 @@ def read_modules(folder: Path) -> Modules:
         elif kind == "LayerNorm":
             after.append(NormModule(name, _size(values, "dimension", place)))
         elif kind == "MultiVectorMask":
-            masked = _mask(values)
+            kept = _kept_ids(values, place)
         elif kind == "LogitScore" and len(listed) == 2:
             scores = _score_tokens(values, place)
         elif kind != "Dropout":
@@ -92,7 +92,7 @@ def read_modules(folder: Path) -> Modules:
             )
     if scores is None and not pooling and not after:
         raise ModelError(f"{folder / MODULES_FILE} lists no module Pooling, so it does not say how to make a vector")
-    return Modules(pooling, include_prompt, tuple(after), None if pooling else masked, scores)
+    return Modules(pooling, include_prompt, tuple(after), kept, scores)
 
 
 def _pooling(values: Mapping[str, Any], place: str) -> tuple[Pooling, ...]:
@@ -127,13 +127,11 @@ def _dense(values: Mapping[str, Any], name: str, place: str) -> DenseModule:
     )
 
 
-def _mask(values: Mapping[str, Any]) -> TokenVectors:
-    tasks = values.get("skiplist_tasks") or ["document"]
-    return TokenVectors(
-        skipped_words=tuple(map(str, values.get("skiplist_words") or ())),
-        skips_in_queries="query" in tasks,
-        kept_ids=frozenset(map(int, values.get("keep_only_token_ids") or ())),
-    )
+def _kept_ids(values: Mapping[str, Any], place: str) -> frozenset[int]:
+    """Return the only token ids whose vectors a document has; empty if it has all."""
+    if values.get("skiplist_words"):
+        raise ModelError(f"{place}: skiplist_words, words that have no vectors, are not supported")
+    return frozenset(map(int, values.get("keep_only_token_ids") or ()))
 
 
 def _score_tokens(values: Mapping[str, Any], place: str) -> tuple[int, int | None]:

@@ -10,6 +10,10 @@ more while prompts have waited without a pause.
 A request is handed over some milliseconds after its prompt's last step. It should be part of decode's next step, and
 not of the one after it. So prefill announces the handoff, and decode plans its next step a little later.
 
+Pool workers compute while no decode worker does, as prefill workers, but they want less beside one: nobody waits for a
+vector as for a first token, and a bulk job would slow all answers down. If only pool workers are waiting after a decode
+step, they get a small share of its time.
+
 The workers share one page of the host's memory. Its words are instants of the monotonic clock in nanoseconds. Claims
 expire by themselves, so a worker that is killed during its turn, or while it waits for one, hardly delays the others.
 
@@ -19,6 +23,8 @@ expire by themselves, so a worker that is killed during its turn, or while it wa
     word 64           instant until which a request may be handed over
     word 65           instant until which a worker computes urgent requests (`engine/background.py`)
     word 66           instant since which prefill has wanted the cores without a pause
+    word 67           instant until which a pool worker wants the cores; word 1 is later then, too
+    word 68           instant until which a prefill worker wants the cores, or computes a step
 
 No word says anything about other memory, so their order does not matter, and no processor needs fences here.
 
@@ -41,13 +47,15 @@ SLOTS = 62
 
 _PREFILL_UNTIL, _WANTED_UNTIL, _FIRST_SLOT, _HANDED_UNTIL = 0, 1, 2, 2 + SLOTS
 
-_WANTED_SINCE = 4 + SLOTS
+_WANTED_SINCE, _POOL_UNTIL, _STEP_UNTIL = 4 + SLOTS, 5 + SLOTS, 6 + SLOTS
 URGENT_UNTIL = 3 + SLOTS
 """Index of the word with the instant until which a worker of the host computes urgent requests."""
 
 _MS = 1_000_000
 _ALIVE = 50 * _MS
 """Time until a worker's claim expires, in nanoseconds; longer than one operation takes."""
+_STEP_ALIVE = 2000 * _MS
+"""Time until the claim of a prefill or pool worker that computes a step expires, in nanoseconds."""
 _PAUSE = 20 * _MS
 """Time after which prefill pauses if it does not want the cores. Between two steps, it may take a few milliseconds."""
 _BETWEEN_STEPS = 1 * _MS
@@ -70,6 +78,8 @@ _LEAST_SHARE = 0.5
 """
 _AUTO_SHARE = 1.5
 """Least time that prefill gets for each second of decoding if no target is given, in seconds."""
+POOL_SHARE = 0.15
+"""Time that pool workers get for each second of decoding if no prompt waits, in seconds."""
 BACKLOG_SECONDS = 2.0
 """Prompts are a backlog if prefill has wanted the cores for longer than this without a pause."""
 BACKLOG_SHARE = 3.0
@@ -219,6 +229,8 @@ class DecodeTurns:
 
     def end(self, hands_over: bool = False) -> bool:
         self._steps.append(self._clock() - self._began)
+        if self._words[_STEP_UNTIL] <= self._clock() < self._words[_POOL_UNTIL]:
+            return self._leave(int(POOL_SHARE * statistics.median(self._steps)))
         wanted_seconds = (self._clock() - self._words[_WANTED_SINCE]) / 1e9
         return self._leave(int(left_to_prefill(self._target, *self._shares, self._steps, wanted_seconds)))
 
@@ -278,12 +290,16 @@ class PrefillTurns:
         self._words = page.cast("q")
         self._clock, self._sleep = clock, sleep
 
+    _OWN_UNTIL = _STEP_UNTIL
+    """Index of the word that says until when a worker of this kind wants the cores."""
+
     def begin(self) -> None:
         while not self._may_compute(self._clock()):
             self._sleep(_POLL_SECONDS)
 
     def _may_compute(self, now: int) -> bool:
         words = self._words
+        words[self._OWN_UNTIL] = now + _STEP_ALIVE
         if now - words[_WANTED_UNTIL] > _PAUSE:
             words[_WANTED_SINCE] = now
         words[_WANTED_UNTIL] = now + _ALIVE
@@ -291,7 +307,7 @@ class PrefillTurns:
 
     def end(self, hands_over: bool = False) -> bool:
         now = self._clock()
-        self._words[_WANTED_UNTIL] = now + _BETWEEN_STEPS
+        self._words[_WANTED_UNTIL] = self._words[self._OWN_UNTIL] = now + _BETWEEN_STEPS
         if hands_over:
             self._words[_HANDED_UNTIL] = now + _HANDOVER
         return False
@@ -307,3 +323,13 @@ class PrefillTurns:
 
     def received(self) -> None:
         """Do nothing: prefill does not wait for requests."""
+
+
+class PoolTurns(PrefillTurns):
+    """The turns of a pool worker. Beside a decode worker it gets a smaller share than prefill.
+
+    Args:
+        page: PAGE_BYTES of memory that all workers of the host share; zeros at first.
+    """
+
+    _OWN_UNTIL = _POOL_UNTIL

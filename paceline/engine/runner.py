@@ -216,7 +216,9 @@ class ModelRunner:
 
 
 def _states_of(hidden: Tensor, span: ChunkSpan) -> Tensor | None:
-    """Return the hidden states that are a result of a chunk, copied, because the next step reuses their memory."""
+    """Return the hidden states that are a result of a chunk; None if there are none. They are copied, because a view
+    of one row would keep those of the whole step in memory.
+    """
     count = span.chunk.states
     return hidden[span.hidden.stop - count : span.hidden.stop].to("cpu", torch.float32, copy=True) if count else None
 

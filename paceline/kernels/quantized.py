@@ -56,6 +56,11 @@ class QuantizedMatrix:
     """fp16 [out, in / 256]: the number by which the scales of 256 values are multiplied; None if there is none."""
     outer_offsets: Tensor | None = None
     """In the shape of `outer`: the same for the offsets."""
+    input_scale: float | None = None
+    """If given, kernels round x to signed bytes before the product, and their sums are exact: W8A8. The scale of x; 0
+    if each token has its own, with which its largest value is 127. Such a matrix has values of 8 bits without offsets,
+    and one scale for each output, fp32 [out, 1].
+    """
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,6 +71,8 @@ class QuantizedMatrix:
         """Number of values along `in` that share a scale; the least that the shape of the scales can mean."""
         blocks = -(-self.shape[1] // BLOCK)
         groups = self.scales.shape[1]
+        if self.input_scale is not None:
+            return blocks * BLOCK
         return next(group for group in _GROUPS if -(-blocks * BLOCK // group) == groups)
 
     def __getitem__(self, outputs: slice | list[int]) -> QuantizedMatrix:
@@ -114,6 +121,39 @@ class QuantizedRows:
 
     def __getitem__(self, outputs: slice) -> QuantizedMatrix:
         return self.decode(outputs)
+
+
+def round_to_bytes(x: Tensor, fixed: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Round rows [tokens, in] to signed bytes. Return int8 and the scales, fp32 [tokens, 1].
+
+    Args:
+        fixed: the scale of all rows; 0 if each row has its own, with which its largest value is 127. A row with a value
+            that is not finite has the scale NaN.
+    """
+    wide = x.float()
+    largest = wide.abs().amax(1, keepdim=True)
+    if fixed:
+        rounded, scales = wide / fixed, torch.full_like(largest, fixed)
+    else:
+        # The reciprocal of smaller numbers is not finite, so they count as zeros.
+        factor = torch.full_like(largest, 127) / largest  # 127 / largest would be rounded twice
+        rounded, scales = wide * torch.where(largest >= 2.0**-100, factor, 0.0), largest / 127
+    finite = wide.isfinite().all(1, keepdim=True)
+    values = torch.where(finite, rounded, 0.0).clamp(-128, 127).round().to(torch.int8)
+    return values, torch.where(finite, scales, torch.nan)
+
+
+def multiply_bytes(x: Tensor, values: Tensor, scales: Tensor, input_scale: float) -> Tensor:
+    """Return the product of rows [tokens, in] and a matrix with an `input_scale`, fp32 [tokens, out].
+
+    The sums are exact. So kernels of other backends give the same bits, for any order of addition.
+
+    Args:
+        values, scales: int8 [out, in] and fp32 [out, 1] of the matrix.
+    """
+    rounded, own = round_to_bytes(x, input_scale)
+    sums = rounded.double() @ values.double().t()  # whole numbers far below 2 ** 53
+    return sums.float() * scales.float().t() * own
 
 
 def _times(numbers: Tensor, outer: Tensor | None) -> Tensor:

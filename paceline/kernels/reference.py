@@ -12,10 +12,13 @@ from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, NormKind
 from paceline.kernels.packed_weight import Allocate, PackedWeight
-from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
+from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows, multiply_bytes
 from paceline.kernels.reference_caches import gather_context, store_codes
 from paceline.kernels.reference_experts import ReferenceExperts
 from paceline.kernels.reference_recurrence import ReferenceRecurrence
+
+_BYTES = 1
+"""The format of a matrix with an `input_scale`, fp32: its values, then for each output its scale and the scale of x."""
 
 
 class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
@@ -38,15 +41,25 @@ class ReferenceKernels(ReferenceExperts, ReferenceRecurrence, Composed):
         if isinstance(weight, QuantizedRows):
             weight = weight[:]
         if isinstance(weight, QuantizedMatrix):
+            if weight.input_scale is not None:
+                fixed = torch.full_like(weight.scales, weight.input_scale)
+                data = torch.cat((weight.values.float(), weight.scales, fixed), 1)
+                return PackedWeight(data, *weight.shape, weight.dtype, _BYTES)
             weight = weight.dequantize()
         *heads, size_out, size_in = weight.shape
         return PackedWeight(weight.contiguous(), size_out, size_in, weight.dtype, heads=heads[0] if heads else None)
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight.data, bias)
+        if weight.format != _BYTES:
+            return F.linear(x, weight.data, bias)
+        values, scales, fixed = weight.data[:, :-2], weight.data[:, -2:-1], float(weight.data[0, -1])
+        product = multiply_bytes(x.reshape(-1, weight.size_in), values, scales, fixed).view(*x.shape[:-1], -1)
+        return (product if bias is None else product + bias.float()).to(x.dtype)
 
     def embed(self, token_ids: Tensor, weight: PackedWeight, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids, weight.data)
+        if weight.format == _BYTES:
+            rows = (rows[:, :-2] * rows[:, -2:-1]).to(weight.dtype)
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:

@@ -280,6 +280,11 @@ def _stem(name: str) -> str:
 
 def _as_matrix(codes: Codes, dtype: torch.dtype) -> QuantizedMatrix:
     """Return small numbers as kernels read them, with a scale for each block or for several blocks."""
+    if codes.input_scale is not None:
+        rounding, scales = codes.rounding or codes.scales.dtype, codes.scales.float().contiguous()
+        return QuantizedMatrix(
+            codes.values, scales, None, codes.bits, dtype, rounding, input_scale=codes.input_scale
+        )  # fmt: skip
     blocks = -(-codes.values.shape[1] // BLOCK)
     rounding, offsets = codes.rounding or codes.scales.dtype, codes.offsets
     has_floats = codes.table is not None or codes.values.is_floating_point()

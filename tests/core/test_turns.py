@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.core.turns import PAGE_BYTES, DecodeTurns, PrefillTurns
+from paceline.core.turns import PAGE_BYTES, POOL_SHARE, DecodeTurns, PoolTurns, PrefillTurns
 
 MS = 1_000_000
 TARGET = 0.05
@@ -289,3 +289,36 @@ def test_decode_does_not_wait_for_a_request_while_nobody_computes(
     clock.after(10, lambda: prefill.end(hands_over=True))
     assert 10 <= clock.waited(lambda: decode.wait(0.004)) <= 12
     assert 0.006 < decode.expecting() <= 0.008
+
+
+@pytest.fixture
+def pool(page: memoryview, clock: Clock) -> PoolTurns:
+    return PoolTurns(page, clock, clock.sleep)
+
+
+def test_a_pool_worker_gets_a_small_share_of_decoding(clock: Clock, decode: DecodeTurns, pool: PoolTurns) -> None:
+    assert clock.waited(pool.begin) == 0
+    pool.end()
+    for _ in range(3):
+        leave_turn(clock, decode, pool)
+        assert clock.waited(decode.begin) == pytest.approx(POOL_SHARE * 20, abs=0.5)
+
+
+def test_prompts_get_their_whole_share_although_a_pool_worker_is_waiting(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns, pool: PoolTurns
+) -> None:
+    leave_turn(clock, decode, prefill)
+    alone = clock.waited(decode.begin)
+    pool._may_compute(clock())
+    leave_turn(clock, decode, prefill)
+    assert clock.waited(decode.begin) == alone > 10
+
+
+def test_a_pool_worker_that_has_ended_leaves_prompts_their_share(
+    clock: Clock, decode: DecodeTurns, prefill: PrefillTurns, pool: PoolTurns
+) -> None:
+    pool.begin()
+    pool.end()
+    clock.pass_ms(5)
+    leave_turn(clock, decode, prefill)
+    assert clock.waited(decode.begin) > 10

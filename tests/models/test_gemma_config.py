@@ -127,7 +127,6 @@ def test_tokens_of_an_image_look_ahead(
 @pytest.mark.parametrize(
     ("fields", "changes", "message"),
     [
-        (GEMMA, {"use_bidirectional_attention": True}, "bidirectional"),
         (GEMMA, {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers 8"),
         (GEMMA, {"layer_types": ["chunked_attention"] * 8}, "layer type chunked_attention is not supported"),
         (GEMMA, {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters must name the layer types"),
@@ -148,3 +147,11 @@ def test_what_we_do_not_compute_is_refused(
 ) -> None:
     with pytest.raises(ModelError, match=message):
         read(tmp_path, fields, **changes)
+
+
+def test_windows_of_a_gemma3_whose_tokens_see_each_other_have_both_sides(tmp_path: Path) -> None:
+    config = read(tmp_path, GEMMA, use_bidirectional_attention=True)
+    assert config.bidirectional
+    assert not config.whole_media
+    assert {(each.looks_ahead, each.both_sides) for each in config.attention.values()} == {(True, True)}
+    assert config.attention["sliding"].window == 257

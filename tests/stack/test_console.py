@@ -15,6 +15,7 @@ import pytest
 from tests.services.gateway.planning.media.samples import image_file
 from tests.services.gateway.planning.media.samples import picture as drawing
 from tests.services.gateway.toy_model import write_toy_media_model
+from tests.services.pool.tiny_bert import WORDS, write_tiny_bert
 from tests.stack.browser import Browser, browser, is_installed
 from tests.stack.page_checks import CONTRASTS, UNNAMED
 from tests.stack.processes import Stack, serve
@@ -238,6 +239,47 @@ def test_the_theme_can_be_chosen_and_is_kept(window: Browser, stack: Stack) -> N
     assert window.run(f"return {background}") == light
     window.run("localStorage.clear()")
     window.prefer("light")
+
+
+@pytest.fixture(scope="module")
+def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A stack of a tiny encoder with random weights."""
+    folder = tmp_path_factory.mktemp("embedding")
+    write_tiny_bert(folder)
+    with serve(folder / "log", str(folder), "--threads=1", fleets=0) as stack:
+        yield stack
+
+
+def test_texts_are_compared_and_ranked(window: Browser, embedding: Stack) -> None:
+    show(window, embedding)
+    window.wait("!document.querySelector('nav a[href=\"#/embed\"]').hidden")
+    window.click("nav a[href='#/embed']")
+    window.wait("document.getElementById('texts')")
+    window.run(
+        "document.getElementById('texts').value = arguments[0]", " ".join(WORDS[:3]) + "\n" + "\n".join(WORDS[3:5])
+    )
+    window.click(".compare button")
+    window.wait("document.querySelectorAll('.similarity tbody tr').length === 3")
+    cells = "[...row.cells].slice(2).map((cell) => cell.innerText)"
+    rows = window.run(f"return [...document.querySelectorAll('.similarity tbody tr')].map((row) => {cells})")
+    assert [rows[index][index] for index in range(3)] == ["1.00"] * 3
+    assert rows[0][1] == rows[1][0]
+    assert window.run(CONTRASTS) == []
+    assert window.run(UNNAMED) == []
+    picture(window, "embed")
+    window.run("document.getElementById('query').value = arguments[0]", WORDS[3])
+    window.click(".compare button")
+    window.wait("document.querySelectorAll('.ranking tbody tr').length === 3")
+    assert window.run("return document.querySelector('.ranking th.name').innerText") == WORDS[3]
+    window.resize(320)
+    assert window.run("return document.documentElement.scrollWidth") <= 320
+
+
+@pytest.mark.model
+@on("two workers")
+def test_a_chat_model_has_no_view_of_embeddings(window: Browser, stack: Stack) -> None:
+    show(window, stack)
+    assert window.run("return document.querySelector('nav a[href=\"#/embed\"]').hidden")
 
 
 @pytest.fixture(scope="module")

@@ -183,6 +183,6 @@ class PoolConfig(WorkerConfig):
     max_batched_tokens: int = same_option(
         WorkerConfig,
         "max_batched_tokens",
-        default=4096,
+        default=512,
         help="tokens that one step computes at most, over the inputs of all calls; an input with more has its own step",
     )

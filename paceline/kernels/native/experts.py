@@ -12,6 +12,7 @@ from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.native.library import Cache, KernelKind, Op
 from paceline.kernels.native.operations import Operations, need, with_dense_rows
+from paceline.kernels.native.tiles import FIXED_SCALE
 from paceline.kernels.packed_weight import PackedWeight
 
 _ACTIVATIONS: tuple[ExpertActivation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
@@ -57,6 +58,13 @@ class NativeExperts(Operations):
         A row of the table is an `Expert` of src/experts.h. If a tensor is missing, which the loader reports, there is
         no table.
         """
+        if any(
+            (weight.format or 0) & FIXED_SCALE for part in (experts.gate, experts.up, experts.down) for weight in part
+        ):
+            raise ConfigError(
+                "the native kernels round the input of experts with a scale for each token, but the checkpoint has "
+                "fixed scales; choose --quantization none"
+            )
         given = experts.gate_bias, experts.up_bias, experts.down_bias
         gate_bias, up_bias, down_bias = biases = [None if bias is None else bias.contiguous() for bias in given]
         matrices = list(zip(experts.gate, experts.up, experts.down))

@@ -23,7 +23,7 @@ from paceline.core.errors import ConfigError
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.interface import Forward, ForwardInputs, run_with_states
 from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
-from paceline.kernels.native.tiles import must_unpack
+from paceline.kernels.native.tiles import BYTE_INPUT, FIXED_SCALE, must_unpack
 
 RECORDED_TOKENS = 2
 """Number of tokens in the pass that is recorded. A pass of one token would not show the stride of rows."""
@@ -76,6 +76,7 @@ def fuse_gated_layers(
             if (
                 gate.kind == up.kind == KernelKind.LINEAR
                 and gate.format == up.format
+                and not gate.format & FIXED_SCALE
                 and gate_bias is up_bias is None
                 and (x is up_x and gate_out is operands[1] and up_out is operands[2])
                 and (is_between(gate_out) and is_between(up_out))
@@ -101,15 +102,16 @@ def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
         op.kind == KernelKind.LINEAR
         and operands[1] is x
         and _form(op) == _form(kernel_op)
+        and not kernel_op.format & FIXED_SCALE
         and kernel_op.joined + 1 < MOST_JOINED
     )
 
 
-def _form(op: Op) -> tuple[bool, bool, bool]:
-    """Return whether the operation's weights have a special format, whether they are compressed, and whether they are
-    always unpacked. All operations of a job have the same form.
+def _form(op: Op) -> tuple[bool, bool, bool, int]:
+    """Return whether the operation's weights have a special format, whether they are compressed, whether they are
+    always unpacked, and how x is rounded. All operations of a job have the same form, and round x in the same way.
     """
-    return op.format != 0, op.format == COMPRESSED, must_unpack(op.format)
+    return op.format != 0, op.format == COMPRESSED, must_unpack(op.format), op.format & (BYTE_INPUT | FIXED_SCALE)
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]

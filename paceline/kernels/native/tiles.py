@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,12 +31,18 @@ _ALL = (
 )
 _BITS = {2: TWO_BITS, 3: THREE_BITS, 4: 0, 5: FIVE_BITS, 6: SIX_BITS, 8: EIGHT_BITS}
 """The part of a format that tells the bits of a code."""
+BYTE_INPUT, FIXED_SCALE = 1 << 32, 1 << 33
+"""Products in which x becomes signed bytes, too; not in `_ALL`, because there are no tiles of blocks."""
+_BYTES_DEPTH = 64
+"""Number of values along `in` to which rows of bytes are padded."""
 _HEAD_BYTES = 192
 """Bytes of `Head` of src/layout.h."""
 
 
 def tile_format(matrix: QuantizedMatrix, instruction_set: str) -> int:
     """Return the `Format` of this matrix's tiles, for the kernels of an instruction set."""
+    if matrix.input_scale is not None:
+        return BLOCKS + EIGHT_BITS + BYTE_INPUT + FIXED_SCALE * (matrix.input_scale != 0)
     is_narrow = matrix.bits == 4 and instruction_set == "amx"
     rows = is_narrow and matrix.dtype == torch.bfloat16
     return (
@@ -91,6 +99,8 @@ def must_unpack(tile_format: int) -> bool:
 
 def tiles_bytes(tile_format: int, size_out: int, size_in: int) -> int:
     """Return the number of bytes that `pack_tiles` writes for a matrix [size_out, size_in]; 0 for an unknown format."""
+    if tile_format & ~FIXED_SCALE == BLOCKS + EIGHT_BITS + BYTE_INPUT:
+        return _HEAD_BYTES + -(-size_out // LANES) * LANES * (-(-size_in // _BYTES_DEPTH) * _BYTES_DEPTH + 8)
     if not tile_format & BLOCKS or tile_format & ~_ALL:
         return 0
     span = _span(tile_format)
@@ -127,6 +137,10 @@ def pack_tiles(matrix: QuantizedMatrix | QuantizedRows, tile_format: int, to: Te
     """Write the matrix to `to`, uint8, flat, in tiles of sixteen outputs and one block each, or the blocks of one
     scale.
     """
+    if tile_format & BYTE_INPUT:
+        assert isinstance(matrix, QuantizedMatrix)  # no GGUF type has whole rows of bytes
+        _pack_bytes(matrix, to)
+        return
     size_out, size_in = matrix.shape
     done = _head_bytes(tile_format)
     rows = max(2 * LANES, _AT_A_TIME // size_in // (2 * LANES) * (2 * LANES))
@@ -137,6 +151,20 @@ def pack_tiles(matrix: QuantizedMatrix | QuantizedRows, tile_format: int, to: Te
         size = tiles_bytes(tile_format, *part.shape) - _head_bytes(tile_format)
         _pack_rows(part, tile_format, to[done : done + size])
         done += size
+
+
+def _pack_bytes(matrix: QuantizedMatrix, to: Tensor) -> None:
+    """Write a matrix for products in which x becomes signed bytes, as in src/bytes.h."""
+    assert matrix.input_scale is not None
+    size_out, size_in = matrix.shape
+    groups, count = -(-size_out // LANES), -(-size_in // _BYTES_DEPTH) * _BYTES_DEPTH
+    bytes_end = _HEAD_BYTES + groups * LANES * count
+    to[:_HEAD_BYTES] = _head(replace(matrix, factors=torch.tensor([matrix.input_scale, 1.0])), 0)
+    values = F.pad(matrix.values, (0, count - size_in, 0, -size_out % LANES)).view(groups, LANES, -1, 4)
+    to[_HEAD_BYTES:bytes_end] = values.transpose(1, 2).reshape(-1).view(torch.uint8)
+    scales = F.pad(matrix.scales.float().flatten(), (0, -size_out % LANES)).view(groups, LANES)
+    excess = (values.sum((2, 3), dtype=torch.int64) * 128).to(torch.int32)
+    to[bytes_end:] = torch.cat((scales.view(torch.uint8), excess.view(torch.uint8)), 1).flatten()
 
 
 def _head(matrix: QuantizedMatrix, tile_format: int) -> Tensor:

@@ -64,6 +64,11 @@ class TritonKernels(ReferenceKernels):
         return TowerGraphs(tower, (lambda: CalledAgain) if INTERPRETED else CudaRecorder)
 
     def pack(self, weight: Tensor | QuantizedMatrix | QuantizedRows, allocate: Allocate | None = None) -> PackedWeight:
+        if isinstance(weight, QuantizedMatrix) and weight.input_scale is not None:
+            raise ConfigError(
+                "the triton kernels do not round activations to bytes, as this checkpoint's format (W8A8) asks; choose "
+                "--quantization none, which keeps activations as they are"
+            )
         if isinstance(weight, (QuantizedMatrix, QuantizedRows)):
             raise ConfigError("the triton kernels take no quantized weights; choose --quantization none")
         return super().pack(weight, allocate)

@@ -44,6 +44,7 @@ from paceline.models.config.transformers import image_row_size, read_transformer
 from paceline.models.encoder_config import EncodersConfig
 from paceline.models.folder import has_quantized
 from paceline.models.formats import WeightFormat, find_format
+from paceline.models.formats.compressed_tensors import CompressedTensors
 from paceline.models.model_config import ModelConfig, ModelFacts
 from paceline.models.text_encoder_config import TextEncoderConfig
 
@@ -168,6 +169,16 @@ def read_format(folder: Path) -> WeightFormat | None:
         return find_format(raw) or (find_format(nested) if isinstance(nested, Mapping) else None)
     except ModelError as error:
         raise ModelError(f"{folder / 'config.json'}: {error}") from None
+
+
+def rounds_input(folder: Path) -> bool:
+    """Return whether the checkpoint's format rounds activations before products (W8A8).
+
+    Raises:
+        ModelError: as `read_format`.
+    """
+    stored = read_format(folder)
+    return isinstance(stored, CompressedTensors) and stored.rounds_input
 
 
 def weight_form(folder: Path, quantization: ChosenQuantization) -> WeightForm:

@@ -60,6 +60,8 @@ class Codes(NamedTuple):
     """`QuantizedMatrix.table` and `factors`."""
     rounding: torch.dtype | None = None
     """The dtype to which weights are rounded; None for that of the scales."""
+    input_scale: float | None = None
+    """`QuantizedMatrix.input_scale`. Then there is one scale for each output: [out, 1]."""
 
 
 class WeightFormat(Protocol):

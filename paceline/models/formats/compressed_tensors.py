@@ -5,6 +5,7 @@ Layouts: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -82,7 +83,12 @@ class CompressedTensors:
             _check_patterns(targets)
             if weights := object_field(group, _NAME, "weights"):
                 form = group.get("format") or config.get("format")
-                self._schemes.append((targets, _scheme(weights, form, group.get("input_activations") is not None)))
+                self._schemes.append((targets, _scheme(weights, form, group.get("input_activations"))))
+
+    @property
+    def rounds_input(self) -> bool:
+        """Whether kernels round the input of some matrices to signed bytes (W8A8)."""
+        return any(isinstance(scheme, _SignedBytes) and scheme.rounds_input for _, scheme in self._schemes)
 
     def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
         return self._scheme_of(matrix).tensors(matrix, shape)
@@ -126,14 +132,14 @@ def _is_kind(target: str, matrix: str) -> bool:
     return target.rsplit(".", 1)[-1] in ("Linear", "LinearBase")
 
 
-def _scheme(weights: Json, form: object, rounds_activations: bool) -> _Scheme:
+def _scheme(weights: Json, form: object, activations: object) -> _Scheme:
     bits, kind = count_field(weights, _NAME, "num_bits"), weights.get("type", "int")
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "channel")
-    is_packed = form == "pack-quantized" or (form in (None, "mixed-precision") and not rounds_activations)
+    is_packed = form == "pack-quantized" or (form in (None, "mixed-precision") and activations is None)
     if kind == "int" and bits in (4, 8) and is_packed:
         return _Packed(bits, strategy, weights)
     if kind == "int" and bits == 8:
-        return _SignedBytes(strategy, weights)
+        return _SignedBytes(strategy, weights, activations)
     if kind == "float" and bits == 8:
         return _Float8(strategy, weights)
     if kind == "float" and bits == 4 and strategy == "tensor_group":
@@ -192,13 +198,21 @@ class _Packed:
 
 
 class _SignedBytes:
-    """Whole numbers of 8 bits as signed bytes."""
+    """Whole numbers of 8 bits as signed bytes. If activations are signed bytes, too, with one scale for a token or for
+    all, and weights have one for each output or for the matrix, kernels round x (W8A8). Other activations stay as they
+    are.
+    """
 
     bits = 8
 
-    def __init__(self, strategy: str, weights: Json) -> None:
+    def __init__(self, strategy: str, weights: Json, activations: object) -> None:
         self._rows = _RowScales(strategy, weights)
         self._is_symmetric = weights.get("symmetric", True) is True
+        given = activations if isinstance(activations, Mapping) else {}
+        are_bytes = (given.get("num_bits"), given.get("type", "int"), given.get("symmetric", True)) == (8, "int", True)
+        self._has_fixed_scale = given.get("dynamic") is not True
+        by_row = given.get("strategy") in ((None, "tensor") if self._has_fixed_scale else (None, "token", "tensor"))
+        self.rounds_input = are_bytes and by_row and self._is_symmetric and strategy in ("channel", "tensor")
 
     def tensors(self, matrix: str, shape: tuple[int, int]) -> Mapping[str, StoredTensor]:
         scales = self._rows.shape(shape)
@@ -206,6 +220,8 @@ class _SignedBytes:
             "scale": StoredTensor(f"{matrix}.weight_scale", scales, FLOATS),
             "bytes": StoredTensor(f"{matrix}.weight", shape, ("I8",)),
         }
+        if self.rounds_input and self._has_fixed_scale:
+            parts["input"] = StoredTensor(f"{matrix}.input_scale", (1,), FLOATS)
         if not self._is_symmetric:
             parts["zeros"] = StoredTensor(f"{matrix}.weight_zero_point", scales, ("I8",))
         return parts
@@ -214,6 +230,11 @@ class _SignedBytes:
         size_out, size_in = shape
         group, groups = self._rows.groups(size_in)
         scales = tensors["scale"].expand(size_out, groups)
+        if self.rounds_input:
+            fixed = float(tensors["input"]) if self._has_fixed_scale else 0.0
+            if self._has_fixed_scale and not 0.0 < fixed < math.inf:
+                raise refuse(_NAME, f"but {matrix}.input_scale is {fixed}, not a scale")
+            return Codes(tensors["bytes"], scales, None, 8, group, input_scale=fixed)
         zeros = tensors["zeros"].short() if "zeros" in tensors else scales.new_zeros(1, 1).short()
         return with_zeros(tensors["bytes"], zeros.expand(size_out, groups) + 128, scales, 8, group)
 

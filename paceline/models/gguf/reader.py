@@ -65,7 +65,8 @@ class CheckedReader(GGUFReader):
     def _texts(self, offset: int, count: int) -> list[memoryview]:
         """Return the bytes of texts that follow one another, each after its length."""
         order = "=" if self.byte_order == "I" else ">" if sys.byteorder == "little" else "<"
-        length_at, data, found = struct.Struct(f"{order}Q").unpack_from, memoryview(self.data), []
+        length_at, data = struct.Struct(f"{order}Q").unpack_from, self.data.data
+        found: list[memoryview] = []
         for _ in range(count):
             if offset + 8 > len(data) or (end := offset + 8 + length_at(data, offset)[0]) > len(data):
                 raise ValueError(f"it says that it has {count} texts, and ends before text {len(found)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -56,8 +56,12 @@ class Packer:
                 return self.kernels.pack(QuantizedRows(weight.shape, weight.dtype, weight.decode), allocate)
             weight = weight.dequantize().to(self.device)
         if isinstance(weight, QuantizedMatrix):
-            # With int8, too: such a matrix of a checkpoint fits in eight bits as it is.
-            stays = self.weight_form != "none" and self.kernels.quantized_packing
+            # With int8, too: such a matrix of a checkpoint fits in eight bits as it is. The reference keeps those
+            # for which it rounds x.
+            stays = self.weight_form != "none" and (self.kernels.quantized_packing or weight.input_scale is not None)
+            if stays and not self.kernels.quantized_packing:
+                values, scales = weight.values.to(self.device), weight.scales.to(self.device)
+                weight = replace(weight, values=values, scales=scales)
             return self.kernels.pack(weight if stays else weight.dequantize().to(self.device), allocate)
         return self.kernels.pack(self._rounded(name, weight), allocate)
 

@@ -96,9 +96,8 @@ class Pooler:
             return rows
         if not self.config.keeps_first_token:
             return rows[1:]
-        vectors = self.config.token_vectors
-        if vectors is not None and vectors.kept_ids and wish.role != "query":
-            kept = torch.tensor([token in vectors.kept_ids for token in token_ids], device=rows.device)
+        if self.config.kept_ids and wish.role != "query":
+            kept = torch.tensor([token in self.config.kept_ids for token in token_ids], device=rows.device)
             return rows[kept]
         return rows
 

@@ -25,6 +25,7 @@ from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
 from paceline.services.gateway.api.operators.step_records import add_step_records
+from paceline.services.gateway.api.pooling.bodies import TeiError
 from paceline.services.gateway.api.pooling.cohere import add_cohere
 from paceline.services.gateway.api.pooling.embeddings import add_embeddings
 from paceline.services.gateway.api.pooling.tei import add_tei
@@ -54,7 +55,7 @@ from paceline.services.gateway.http.reading import BodyRoute
 from paceline.services.gateway.store.database import open_database
 from paceline.services.gateway.store.store import Store
 
-_REFERENCED = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent, ErrorBody, MessageError)
+_REFERENCED = (CompletionChunk, ChatChunk, TokensChunk, MessageEvent, ResponseEvent, ErrorBody, MessageError, TeiError)
 """Types of streamed events and of error bodies, to which `/openapi.json` refers."""
 
 

@@ -93,7 +93,7 @@ class PoolSteps:
         """Yield the metrics."""
         yield Sample("pooled_inputs", self._inputs, POOLED_INPUTS)
         yield Sample("pooled_tokens", self._tokens, POOLED_TOKENS)
-        yield Sample("pool_steps", self._steps, POOL_STEPS)
+        yield Sample("steps", self._steps, POOL_STEPS)
         yield Sample("pool_waiting_tokens", self.waiting_tokens, POOL_WAITING)
 
     def _launch_steps(self) -> None:

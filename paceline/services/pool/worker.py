@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
+from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.engine import Engine
 from paceline.engine.limits import Limits
 from paceline.engine.scheduler import Scheduler
@@ -112,8 +113,9 @@ class PoolWorker:
         return WorkReport(shares_cores=self._takes_turns)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the metrics of the engine and of the steps."""
-        yield from self.engine.computing.samples()
+        """Yield the metrics of the steps."""
+        # The engine takes the steps for those of an encoder.
+        yield Sample("busy_seconds", self.engine.computing.encode_seconds, STEP_SECONDS, {"kind": "busy"})
         yield from self.steps.samples()
 
     @property

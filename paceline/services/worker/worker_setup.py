@@ -17,10 +17,10 @@ from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.numerics import Numerics
 from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
-from paceline.core.turns import PAGE_BYTES, RoleTurns, Turns
+from paceline.core.turns import PAGE_BYTES, PoolTurns, RoleTurns, Turns
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
-from paceline.models.config import read_facts, weight_form
+from paceline.models.config import read_facts, rounds_input, weight_form
 from paceline.models.identity import implementation_name
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
@@ -50,6 +50,7 @@ class ComputeOptions:
         dtype, kernels = _dtype(config), select_kernels(device, config.kernels)
         form = weight_form(Path(config.model), quantization_of(config))
         is_exact = form in ("gguf", "checkpoint") and rounds_blocks(kernels, dtype)
+        is_exact = is_exact and not (form == "checkpoint" and rounds_input(Path(config.model)))
         code = implementation_name(Path(config.model), config.model_impl)
         type_name = str(dtype).removeprefix("torch.")
         if config.kv_coding.code:
@@ -148,15 +149,16 @@ class WorkerSetup:
         return ArenaPlace(blocks, arena.path, arena.slots, turns)
 
 
-def machine_turns(setup: WorkerSetup) -> RoleTurns | None:
-    """Return the time slices of a worker without an arena, which takes turns as a prefill worker; None if it shares its
-    cores with no other worker. Raises ConfigError if --turns-file cannot be used."""
+def machine_turns(setup: WorkerSetup) -> PoolTurns | None:
+    """Return the time slices of a pool worker; None if it shares its cores with no other worker.
+
+    Raises ConfigError if --turns-file cannot be used.
+    """
     page = _page_of(setup.config)
-    if page is None:
+    if page is None or not _uses_all_cores(setup.compute.device):
         return None
-    turns = turns_of(setup.config, setup.compute.device, page, os.getpid(), setup.compute.kernels.take_turns)
-    if turns is not None:
-        turns.take_role(False)
+    turns = PoolTurns(page)
+    setup.compute.kernels.take_turns(turns)
     return turns
 
 
@@ -187,10 +189,14 @@ def turns_of(
     Args:
         on_change: called with the worker's turns after each change of its role, on the thread that changes the role.
     """
-    if device.type != "cpu" or torch.get_num_threads() < (os.cpu_count() or 1):
+    if not _uses_all_cores(device):
         return None
     itl_target = config.itl_target_ms / 1000 if config.itl_target_ms else None
     return RoleTurns(page, session, itl_target, on_change)
+
+
+def _uses_all_cores(device: torch.device) -> bool:
+    return device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1)
 
 
 def max_model_len(config: WorkerConfig, layout: KVLayout, max_position: int, arena_slots: int, pool_slots: int) -> int:

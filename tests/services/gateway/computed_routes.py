@@ -1,4 +1,4 @@
-"""A body for each route whose answer workers compute."""
+"""A body for each route whose answer workers compute: models that generate have some of the routes, encoders others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Json = dict[str, Any]
 
 
 def bodies(text: str) -> dict[str, Json]:
-    """Return for each of ID_PREFIXES a body with a text in its prompt, whose answer is short.
+    """Return for each route of a model that generates a body with a text in its prompt, whose answer is short.
 
     Routes for scores need the option `--score-tokens y,n` with the toy model.
     """
@@ -29,4 +29,23 @@ def bodies(text: str) -> dict[str, Json]:
         "/rerank": ranked,
         "/v1/rerank": ranked,
         "/v2/rerank": ranked,
+    }
+
+
+def encoder_bodies(text: str) -> dict[str, Json]:
+    """Return for each route that only models for vectors or labels have a body with a text."""
+    inputs, texts, one = {"inputs": text}, {"texts": [text]}, {"input": text}
+    return {
+        "/v1/embeddings": one,
+        "/embeddings": one,
+        "/v1/embed": texts,
+        "/v2/embed": texts,
+        "/pooling": one,
+        "/classify": one,
+        "/v1/classify": one,
+        "/embed": inputs,
+        "/embed_all": inputs,
+        "/embed_sparse": inputs,
+        "/predict": inputs,
+        "/similarity": {"inputs": {"source_sentence": text, "sentences": [text]}},
     }

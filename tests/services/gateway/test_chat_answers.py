@@ -324,3 +324,43 @@ async def test_what_contradicts_itself_is_refused(chat: Chat) -> None:
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
     ):
         assert await chat.error(**fields) == (400, param)
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Changes a file."}}
+DIGITS = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[0-9]+"}}
+PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\n\\"b\\u00e9"}}\n</tool_call>'
+
+
+async def test_the_input_of_a_custom_tool_is_a_text(chat: Chat) -> None:
+    tools = [PATCH, FIND]
+    (choice,) = (await chat.whole(f"{PATCH_CALL}\n{CALL}", tools=tools))["choices"]
+    custom, function = choice["message"]["tool_calls"]
+    assert (custom["type"], custom["custom"]) == ("custom", {"name": "patch", "input": 'a\n"bé'})
+    assert (function["type"], function["function"]["name"]) == ("function", "find")
+    choices = await chat.stream(f"{PATCH_CALL}\n{CALL}", tools=tools)
+    pieces = [piece for choice in choices for piece in choice["delta"].get("tool_calls", ())]
+    own = [piece["custom"] for piece in pieces if piece["index"] == 0]
+    assert (own[0]["name"], "".join(piece["input"] for piece in own)) == ("patch", 'a\n"bé')
+    assert all("function" in piece for piece in pieces if piece["index"] == 1)
+    assert choice["finish_reason"] == "tool_calls"
+
+
+async def test_the_expression_of_a_custom_tool_is_enforced(chat: Chat) -> None:
+    digits, named = {"type": "custom", "custom": {"name": "patch", "format": DIGITS}}, PATCH
+    await chat.whole("x", tools=[digits, FIND], tool_choice={"type": "custom", "custom": {"name": "patch"}})
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "%s"}}\n</tool_call>'
+    assert [chat.allows(call % text) for text in ("12", "ab")] == [True, False]
+    assert not chat.allows(CALL)
+    await chat.whole("x", tools=[named], tool_choice="required")
+    assert chat.allows(call % "ab")
+    lookahead = {**DIGITS, "grammar": {"syntax": "regex", "definition": "(?=a)b"}}
+    for custom in ({"name": "p", "format": {"type": "grammar"}}, {"name": "p", "format": lookahead}, {}):
+        status, place = await chat.error(tools=[{"type": "custom", "custom": custom}])
+        assert (status, place[:5]) == (400, "tools")
+
+
+async def test_calls_of_custom_tools_are_in_the_conversation(chat: Chat) -> None:
+    called = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "some text"}}
+    turns = [*MESSAGES, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "content": "ok"}]
+    await chat.whole("x", messages=turns, tools=[PATCH])
+    assert 'patch {"input": "some text"} c' in chat.prompt

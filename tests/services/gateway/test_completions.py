@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import openai
 import pytest
 
+from paceline.services.gateway.api import respond
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_kvtransfer import salt_of
 from tests.services.gateway.toy_model import END
@@ -266,3 +268,14 @@ async def test_what_changes_the_tokens_reaches_the_workers(stack: Stack) -> None
     sampling = stack.workers["decode-0"].calls[0].work.sampling
     assert [list(word.token_ids) for word in sampling.bad_words] == [[97, 98], [32, 97, 98]]
     assert list(sampling.logprob_token_ids) == [9, 7]
+
+
+async def test_the_logprobs_of_prompts_have_a_limit(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(respond, "MOST_PROMPT_LOGPROBS", 4 * 3 * 2)
+    asked: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 2, "n": 2}
+    assert (await stack.post("/v1/completions", prompt="abcd", **asked)).status_code == 200
+    for more in ({"prompt": "abcde"}, {"prompt": "abcd", "n": 3}, {"prompt": ["abcd", "a"]}):
+        refused = await stack.post("/v1/completions", **{**asked, **more})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    echoed = await stack.post("/v1/completions", prompt="abcd" * 9, max_tokens=0, echo=True, logprobs=2)
+    assert echoed.status_code == 400

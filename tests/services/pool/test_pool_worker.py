@@ -99,7 +99,7 @@ async def test_results_are_those_of_transformers_and_depend_on_no_other_input(
     assert [own for (own,) in together[1:]] == alone
     figures = {sample.figure: sample.value for sample in process.worker.samples()}
     assert figures["pooled_inputs"] == 3 * len(TEXTS)
-    assert figures["pool_steps"] < 3 * len(TEXTS)
+    assert figures["steps"] < 3 * len(TEXTS)
 
 
 async def test_a_member_of_the_role_pool_has_no_host(process: WorkerProcess[PoolWorker]) -> None:

@@ -8,7 +8,7 @@
 
 #include "team.h"
 
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,fma,amx-tile,amx-bf16,amx-int8")
 #define PACELINE_ISA amx
 #define PACELINE_TABLE amx_kernels
 #define PACELINE_AVX512

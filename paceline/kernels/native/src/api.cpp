@@ -35,8 +35,8 @@ __attribute__((target("amx-tile"))) void release_tiles() { _tile_release(); }
 bool has_amx() {
 #ifdef __linux__
     unsigned a, b, c, d;
-    constexpr unsigned bf16_and_tiles = 1u << 22 | 1u << 24;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & bf16_and_tiles) != bf16_and_tiles) return false;
+    constexpr unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // bf16, tiles, int8
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & all) != all) return false;
     // On Linux a process must ask for the tiles (ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 #else
@@ -61,7 +61,8 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 #ifdef PACELINE_ARM
 bool has_neon_bf16() {
 #ifdef __linux__
-    return getauxval(AT_HWCAP2) & 1u << 14;  // HWCAP2_BF16, which older headers lack
+    // HWCAP2_BF16, which older headers lack, and HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP2) & 1u << 14 && getauxval(AT_HWCAP) & 1u << 20;
 #else
     return false;
 #endif

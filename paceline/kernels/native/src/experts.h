@@ -47,7 +47,7 @@ struct Pairs {
         up = reinterpret_cast<T*>(take(count * inner * sizeof(T)));
         out = reinterpret_cast<T*>(take(count * hidden * sizeof(T)));
         // Twice: as rows and as columns. Each run's columns have 64 bytes more.
-        rows = take(2 * count * round_up(most(hidden, inner), kDepth) * sizeof(Left<T>) + 64 * most_runs);
+        rows = take(2 * count * round_up(most(hidden, inner), 2 * kDepth) * sizeof(Left<T>) + 64 * most_runs);
     }
 
     // Sorts the pairs by expert. Returns false if an expert does not exist.
@@ -121,15 +121,34 @@ struct RowsFor<IntegerInput> {
 };
 #endif
 
+template <class B>
+struct RowsFor<ByteInput<B>> {
+    Left<B>* x;
+    float* scales;
+    int64_t in;
+
+    RowsFor(char* memory, int64_t count, int64_t in)
+        : x(reinterpret_cast<Left<B>*>(memory)), scales(reinterpret_cast<float*>(x + count * in)), in(in) {}
+
+    template <class T>
+    void fill(int64_t row, const T* from, int64_t count) const {
+        scales[row] = round_to_bytes(from, count, 2 * in, 0.0f, x + row * in);
+    }
+    void pack(const Run&, int64_t, const Columns&) const {}
+    ByteInput<B> of(const Run& run, int64_t, const Columns&) const {
+        return {{Chunks(run.rows, in * sizeof(Left<B>)), x + run.begin * in, nullptr, in, in}, scales + run.begin};
+    }
+};
+
 // Products of all rows with `matrices` matrices of each row's expert, from matrix `first` on: outs[matrix][row].
 template <class T>
 struct ExpertProducts {
     int64_t first, matrices, in, outputs;
     T* outs[2];
 
-    static constexpr int kForms = 4;
+    static constexpr int kForms = 5;
     static int form_of(int64_t format) {
-        return format == kFormatCompressed ? 2 : !format ? 0 : must_unpack(format) ? 3 : 1;
+        return format & kFormatByteInput ? 4 : format == kFormatCompressed ? 2 : !format ? 0 : must_unpack(format) ? 3 : 1;
     }
 
     Op op_of(const Expert& expert, int64_t matrix) const {

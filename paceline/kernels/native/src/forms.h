@@ -12,6 +12,11 @@ static inline void by_form(const Op& op, const Run& run) {
     if constexpr (sizeof(T) == sizeof(bf16))
         if (op.format == kFormatCompressed) return run(Form<Compressed>{});
 #endif
+    if (op.format & kFormatByteInput) {
+        if constexpr (kHasFusedBytes)
+            if (fuses_bytes()) return run(Form<Bytewise<T, FusedBytes>>{});
+        if constexpr (kHasPlainBytes) return run(Form<Bytewise<T, PlainBytes>>{});
+    }
 #ifdef PACELINE_INTEGER_PRODUCTS
     if constexpr (sizeof(T) == sizeof(bf16))
         if (op.format && !must_unpack(op.format)) return run(Form<QuantizedIntegers>{});

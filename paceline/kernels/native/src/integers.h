@@ -6,9 +6,10 @@
 // sum is exact, and is the same for any order and any instruction. Weights are not rounded. Results differ from those of
 // unpacked weights in the last bits, because unpacking rounds weights to bf16.
 
-// The scale of a block of x, and the sums of its two halves.
+// The scale of a block of x, and the sums of its two halves: of the numbers, and of the integers.
 struct BlockOfX {
     float scale, sums[2];
+    int32_t whole_sums[2];
 };
 
 // Rows of x as integers. x: [rows][in]; blocks: [rows][in / kDepth].
@@ -31,14 +32,16 @@ static inline BlockOfX round_block(const float* x, int16_t* to) {
     word &= 0x7f800000u;  // the power of two that is not above the largest value
     memcpy(&largest, &word, sizeof(word));
     const float nan_if_not_finite = sum_lanes(values[0] * 0.0f + values[1] * 0.0f);
-    BlockOfX block{largest * 0x1p-14f + nan_if_not_finite, {}};
+    BlockOfX block{largest * 0x1p-14f + nan_if_not_finite, {}, {}};
     const float factor = largest >= kLeastOfBlock ? 0x1p14f / largest : 0.0f;
     for (int half = 0; half < 2; ++half) {
         // The sum with this number has no bits for fractions, so it is rounded to the nearest integer.
         const f32x16 shifted = values[half] * factor + 0x1.8p23f;
         const f32x16 rounded = shifted - 0x1.8p23f;
         write(to + half * kLanes, convert<Vector<int16_t, kLanes>>(bits<i32x16>(shifted)));
-        block.sums[half] = block.scale * sum_lanes(rounded);
+        const float sum = sum_lanes(rounded);  // exact
+        block.sums[half] = block.scale * sum;
+        block.whole_sums[half] = static_cast<int32_t>(sum);
     }
     return block;
 }
@@ -66,11 +69,6 @@ static IntegerInput integers_of(const Op& op, const Step& step, Team& team) {
     return {Chunks(rows, in * sizeof(int16_t)), memory, blocks, in};
 }
 
-#ifdef PACELINE_AVX512
-#define PACELINE_VEX ""
-#else
-#define PACELINE_VEX "%{vex%} "  // the instruction of AVX-VNNI, not the one of AVX-512
-#endif
 using Shorts = Vector<int16_t, 2 * kRegisterLanes>;
 using Ints = Vector<int32_t, kRegisterLanes>;
 
@@ -142,17 +140,14 @@ struct TableCodes {
 #endif
     }
 };
-struct UnpackedCodes {
-    const int16_t* codes;
-    Shorts at(int64_t pair, int part) const { return read<Shorts>(codes + pair * 32 + part * Shape<Shorts>::kCount); }
-};
 
-// Rows whose sums are in registers at once.
+// Rows whose sums are in registers at once, of one group of outputs; for many rows, those of kStripGroups groups.
 #if defined(PACELINE_AVX512)
-constexpr int kMostIntegerRows = 8;
+constexpr int kMostIntegerRows = 8, kMostStripRows = 6, kStripGroups = 2;
 #else
-constexpr int kMostIntegerRows = 4;
+constexpr int kMostIntegerRows = 4, kMostStripRows = 4, kStripGroups = 1;
 #endif
+constexpr int64_t kStripBlocks = 8;  // blocks along `in` whose integers stay in a core's L1 cache
 
 // A matrix [outputs, in].
 struct QuantizedIntegers : Quantized<bf16> {
@@ -161,65 +156,131 @@ struct QuantizedIntegers : Quantized<bf16> {
         return integers_of<bf16>(op, step, team);
     }
 
-    // `Count` scales of each output of a tile, and as many offsets; zeros if there are none.
+    // `Count` scales of each output of a block, and as many offsets.
     template <int Count>
     struct Scales {
         alignas(64) float scales[Count][kLanes], offsets[Count][kLanes];
 
+        Scales() = default;
         Scales(const TileLayout::Block& block, const TileLayout& layout) {
             for (int i = 0; i < Count; ++i) {
                 f32x16 scale = {}, offset = {};
                 load_part(block, layout, i, scale, offset);
-                if (layout.halves) scale = scale * 0.5f;
-                store(scales[i], scale);
-                store(offsets[i], layout.offsets ? offset : scale * -layout.zero());
+                store(scales[i], layout.halves ? scale * 0.5f : scale);
+                store(offsets[i], offset);
             }
+        }
+
+        // Returns the sum of a row after a block. products: the sums of each part of the block.
+        PACELINE_INLINED Floats add(const Ints (&products)[Count], int lane, const BlockOfX& x, bool has_offsets,
+                                    const Floats& before) const {
+            const auto scale = [&](int part) PACELINE_INLINED { return read<Floats>(scales[part] + lane); };
+            Floats sum;
+            if constexpr (Count == 1) {
+                sum = fma(convert<Floats>(products[0]), scale(0) * x.scale, before);
+            } else {
+                const Floats first = convert<Floats>(products[0]) * scale(0);
+                sum = fma(fma(convert<Floats>(products[1]), scale(1), first), splat<Floats>(x.scale), before);
+            }
+            if (!has_offsets) return sum;
+            if constexpr (Count == 1)
+                return fma(read<Floats>(offsets[0] + lane), splat<Floats>(x.sums[0] + x.sums[1]), sum);
+            const Floats both = fma(read<Floats>(offsets[0] + lane), splat<Floats>(x.sums[0]), sum);
+            return fma(read<Floats>(offsets[Count - 1] + lane), splat<Floats>(x.sums[1]), both);
         }
     };
 
-    // Adds the products of one tile to `sums`, [Rows][kTaskOut].
+    // Returns what the sum of a part of a block begins with, because codes are `zero` more than their values.
+    template <int Count>
+    static Ints begin_sum(const BlockOfX& x, int part, int32_t zero) {
+        return splat<Ints>(-zero * (Count == 1 ? x.whole_sums[0] + x.whole_sums[1] : x.whole_sums[part]));
+    }
+    int32_t zero() const { return static_cast<int32_t>(layout.zero()); }
+
+    // Adds the products of one tile's block to `sums`, [Rows][kTaskOut].
     template <bool Fused, int Rows, int Count, class Codes>
-    static void multiply_tile(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
-                              int64_t block, float* sums) {
+    void multiply_tile(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row, int64_t block,
+                       float* sums) const {
         const int64_t depth = input.in / kDepth;
         const int16_t* x = input.x + row * input.in + block * kDepth;
         const BlockOfX* blocks = input.blocks + row * depth + block;
         constexpr int pairs = kDepth / 2 / Count;  // pairs of values with one scale
-        for (int part_of_block = 0; part_of_block < Count; ++part_of_block) {
-            Ints products[Rows * kParts] = {};
-            for (int first = part_of_block * pairs; first < (part_of_block + 1) * pairs; first += 4)
+        const int32_t zero = this->zero();
+        Ints products[Rows * kParts][Count];
+        for (int half = 0; half < Count; ++half) {
+            Ints own_products[Rows * kParts];
+            unrolled<Rows * kParts>([&](int i) PACELINE_INLINED {
+                own_products[i] = begin_sum<Count>(blocks[i / kParts * depth], half, zero);
+            });
+            for (int first = half * pairs; first < (half + 1) * pairs; first += 4)
                 unrolled<4>([&](int i) PACELINE_INLINED {
                     Shorts weights[kParts];
                     unrolled<kParts>([&](int part) PACELINE_INLINED { weights[part] = codes.at(first + i, part); });
                     unrolled<Rows>([&](int r) PACELINE_INLINED {
                         const Shorts pair = repeat_pair(x + r * input.in + (first + i) * 2);
                         unrolled<kParts>([&](int part) PACELINE_INLINED {
-                            add_pairs<Fused>(pair, weights[part], products[r * kParts + part]);
+                            add_pairs<Fused>(pair, weights[part], own_products[r * kParts + part]);
                         });
                     });
                 });
-            unrolled<Rows>([&](int r) PACELINE_INLINED {
-                const BlockOfX& of_x = blocks[r * depth];
-                const float sum_of_x = Count == 1 ? of_x.sums[0] + of_x.sums[1] : of_x.sums[part_of_block];
-                unrolled<kParts>([&](int part) PACELINE_INLINED {
-                    const int lane = part * kRegisterLanes;
-                    float* to = sums + r * kTaskOut + lane;
-                    const Floats scale = read<Floats>(own.scales[part_of_block] + lane) * of_x.scale;
-                    const Floats sum = fma(convert<Floats>(products[r * kParts + part]), scale, read<Floats>(to));
-                    write(to, fma(read<Floats>(own.offsets[part_of_block] + lane), splat<Floats>(sum_of_x), sum));
-                });
-            });
+            unrolled<Rows * kParts>([&](int i) PACELINE_INLINED { products[i][half] = own_products[i]; });
         }
+        unrolled<Rows * kParts>([&](int i) PACELINE_INLINED {
+            const int lane = i % kParts * kRegisterLanes;
+            float* to = sums + i / kParts * kTaskOut + lane;
+            write(to, own.add(products[i], lane, blocks[i / kParts * depth], layout.offsets, read<Floats>(to)));
+        });
     }
 
-    // The same for any number of rows.
-    template <bool Fused, int Count, class Codes>
-    static void multiply_some(const Codes& codes, const Scales<Count>& own, const IntegerInput& input, int64_t row,
-                              int64_t rows, int64_t block, float* sums) {
-        by_parts<kMostIntegerRows>(rows, [&](auto count, int64_t first) PACELINE_INLINED {
-            multiply_tile<Fused, decltype(count)::value>(codes, own, input, row + first, block,
-                                                         sums + first * kTaskOut);
-        });
+    // Integers and scales of kStripBlocks blocks of two groups of outputs.
+    template <int Count>
+    struct Strip {
+        alignas(64) int16_t codes[kStripBlocks][2][kLanes * kDepth];
+        Scales<Count> scales[kStripBlocks][2];
+    };
+
+    // Adds the products of a strip's first `count` blocks to `sums`, [Rows][kTaskOut]. The same arithmetic as that of tiles.
+    template <bool Fused, int Rows, int Count>
+    void multiply_strip(const Strip<Count>& strip, int64_t count, int64_t group, const IntegerInput& input, int64_t row,
+                        int64_t block, float* sums) const {
+        constexpr int parts = kStripGroups * kParts, pairs = kDepth / 2 / Count;
+        const int64_t depth = input.in / kDepth;
+        const int16_t* x = input.x + row * input.in + block * kDepth;
+        const BlockOfX* blocks = input.blocks + row * depth + block;
+        const int32_t zero = this->zero();
+        const auto place = [=](int i) { return sums + i / parts * kTaskOut + i % parts * kRegisterLanes; };
+        Floats all[Rows * parts];
+        unrolled<Rows * parts>([&](int i) PACELINE_INLINED { all[i] = read<Floats>(place(i)); });
+        for (int64_t b = 0; b < count; ++b, x += kDepth, ++blocks) {
+            Ints products[Rows * parts][Count];
+            for (int half = 0; half < Count; ++half) {
+                Ints own[Rows * parts];
+                unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
+                    own[i] = begin_sum<Count>(blocks[i / parts * depth], half, zero);
+                });
+                const int16_t* from = strip.codes[b][group] + half * pairs * 32;
+                for (int first = 0; first < pairs; first += 4)
+                    unrolled<4>([&](int i) PACELINE_INLINED {
+                        Shorts weights[parts];
+                        unrolled<parts>([&](int part) PACELINE_INLINED {
+                            weights[part] = read<Shorts>(from + part / kParts * kLanes * kDepth + (first + i) * 32 +
+                                                         part % kParts * Shape<Shorts>::kCount);
+                        });
+                        unrolled<Rows>([&](int r) PACELINE_INLINED {
+                            const Shorts pair = repeat_pair(x + r * input.in + (half * pairs + first + i) * 2);
+                            unrolled<parts>([&](int part) PACELINE_INLINED {
+                                add_pairs<Fused>(pair, weights[part], own[r * parts + part]);
+                            });
+                        });
+                    });
+                unrolled<Rows * parts>([&](int i) PACELINE_INLINED { products[i][half] = own[i]; });
+            }
+            unrolled<Rows * parts>([&](int i) PACELINE_INLINED {
+                const Scales<Count>& scales = strip.scales[b][group + i % parts / kParts];
+                all[i] = scales.add(products[i], i % kParts * kRegisterLanes, blocks[i / parts * depth], layout.offsets, all[i]);
+            });
+        }
+        unrolled<Rows * parts>([&](int i) PACELINE_INLINED { write(place(i), all[i]); });
     }
 
     template <class Codes>
@@ -228,30 +289,43 @@ struct QuantizedIntegers : Quantized<bf16> {
         else return {codes};
     }
 
-    // Computes the sums of kOutBlock outputs for up to kRowBlock rows; sums: [rows][kTaskOut].
+    // Computes the sums of kOutBlock outputs, [rows][kTaskOut]. Codes of few rows become integers in registers. For many rows,
+    // those of a strip are unpacked once.
     template <bool Fused, class Codes, int Count>
     void multiply_rows(const IntegerInput& input, int64_t first, int64_t row, int64_t rows, float* sums) const {
         const int64_t bytes = layout.tile_bytes(), count = groups(first), depth = input.in / kDepth;
         const int64_t bytes_of_block = bytes >> layout.span;
         const uint8_t* from = tiles + first / kLanes * layout.tiles(input.in) * bytes;
         for (int64_t i = 0; i < rows; ++i) memset(sums + i * kTaskOut, 0, kOutBlock * sizeof(float));
-        for (int64_t block = 0; block < depth; ++block)
+        Strip<Count> strip;
+        for (int64_t block = 0; block < depth; ++block) {
+            const int64_t place_in_strip = block % kStripBlocks;
             for (int64_t group = 0; group < count; ++group) {
                 const TileLayout::Block place = layout.block(from + group * bytes, count, block);
                 prefetch_tile(place.codes, bytes_of_block);
                 const Codes codes = codes_of<Codes>(place.codes);
-                const Scales<Count> own(place, layout);
-                float* to = sums + group * kLanes;
                 if (rows <= kMostIntegerRows) {
-                    multiply_some<Fused>(codes, own, input, row, rows, block, to);
+                    const Scales<Count> own(place, layout);
+                    by_parts<kMostIntegerRows>(rows, [&](auto height, int64_t) PACELINE_INLINED {
+                        multiply_tile<Fused, decltype(height)::value>(codes, own, input, row, block, sums + group * kLanes);
+                    });
                     continue;
                 }
-                alignas(64) int16_t unpacked[kLanes * kDepth];
+                strip.scales[place_in_strip][group] = Scales<Count>(place, layout);
+                int16_t* unpacked = strip.codes[place_in_strip][group];
                 unrolled<kDepth / 2 * kParts>([&](int i) PACELINE_INLINED {
                     write(unpacked + i * Shape<Shorts>::kCount, codes.at(i / kParts, i % kParts));
                 });
-                multiply_some<Fused>(UnpackedCodes{unpacked}, own, input, row, rows, block, to);
             }
+            if (rows <= kMostIntegerRows || (place_in_strip + 1 < kStripBlocks && block + 1 < depth)) continue;
+            // If one group of outputs remains, the sums of the other one count for nothing.
+            for (int64_t group = 0; group < count; group += kStripGroups)
+                by_parts<kMostStripRows>(rows, [&](auto height, int64_t part) PACELINE_INLINED {
+                    multiply_strip<Fused, decltype(height)::value>(strip, place_in_strip + 1, group, input, row + part,
+                                                                   block - place_in_strip,
+                                                                   sums + part * kTaskOut + group * kLanes);
+                });
+        }
     }
 
     // The same for the format of this matrix.
@@ -281,14 +355,13 @@ struct QuantizedIntegers : Quantized<bf16> {
     template <class Finish>
     static void multiply_slices(const IntegerInput& input, Worker& worker, int64_t chunk,
                                 const Slice<QuantizedIntegers>* slices, int64_t count, const Finish& finish) {
-        alignas(64) float sums[kRowBlock * kTaskOut];
-        const int64_t end = input.end_of(chunk);
-        for (int64_t row = input.begin_of(chunk); row < end; row += kRowBlock) {
-            const int64_t height = least(kRowBlock, end - row);
-            for (int64_t i = 0; i < count; ++i)
-                slices[i].matrix->multiply(input, slices[i].first, row, height, sums + i * kOutBlock);
-            if (!worker.may_write()) return;
-            for (int64_t i = 0; i < height; ++i) finish(row + i, sums + i * kTaskOut);
-        }
+        alignas(64) float few[kRowBlock * kTaskOut];
+        const int64_t begin = input.begin_of(chunk), rows = input.end_of(chunk) - begin;
+        float* sums = few;
+        if (rows > kRowBlock) sums = static_cast<float*>(worker.scratch.take(rows * kTaskOut * sizeof(float)));
+        for (int64_t i = 0; i < count; ++i)
+            slices[i].matrix->multiply(input, slices[i].first, begin, rows, sums + i * kOutBlock);
+        if (!worker.may_write()) return;
+        for (int64_t i = 0; i < rows; ++i) finish(begin + i, sums + i * kTaskOut);
     }
 };

@@ -11,12 +11,14 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "vectors.h"
 #include "simd.h"
 #include "multiply.h"
+#include "tiles.h"
 #include "rows.h"
 #include "linear.h"
 #include "layout.h"
 #include "codes.h"
 #include "unpack.h"
 #include "quantized.h"
+#include "bytes.h"
 #ifdef PACELINE_INTEGER_PRODUCTS
 #include "integers.h"
 #endif

@@ -40,6 +40,16 @@ constexpr int kRegisterLanes = kRegisterBytes / 4, kParts = kLanes / kRegisterLa
 using Floats = Vector<float, kRegisterLanes>;
 using Words = Vector<uint32_t, kRegisterLanes>;
 
+// Pairs of whole numbers of 8 bits; see bytes.h. Sums of their products are whole numbers, in the place of floats.
+struct FusedBytes {
+    int8_t pair[2];
+};
+struct PlainBytes {
+    int8_t pair[2];
+};
+template <class T>
+constexpr bool kIsBytes = std::is_same_v<T, FusedBytes> || std::is_same_v<T, PlainBytes>;
+
 // A vector of weights has kValues values along `in` for each output. They are multiplied in kTurns turns, in order, by
 // values of x that are repeated in a vector. Vectors of neighbouring outputs are kPart elements apart.
 template <class T>
@@ -51,16 +61,16 @@ struct Products<float> {
     static Floats weights(const float* w, int) { return read<Floats>(w); }
 #if defined(PACELINE_AVX2)
     // The compiler must keep this order. Otherwise it reads all rows of x first, and has no registers left for sums.
-    static Floats repeat(const float* x) {
+    static Floats repeat(const float* x, int turn) {
         Floats repeated;
-        asm volatile("vbroadcastss %1, %0" : "=x"(repeated) : "m"(*x));
+        asm volatile("vbroadcastss %1, %0" : "=x"(repeated) : "m"(x[turn]));
         return repeated;
     }
     static void add(const Floats& x, const Floats& weights, Floats& sum) {
         asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(x), "x"(weights));
     }
 #else
-    static Floats repeat(const float* x) { return splat<Floats>(*x); }
+    static Floats repeat(const float* x, int turn) { return splat<Floats>(x[turn]); }
     static void add(const Floats& x, const Floats& weights, Floats& sum) { sum = fma(x, weights, sum); }
 #endif
 };
@@ -71,11 +81,11 @@ struct Products<bf16> {
     static constexpr int64_t kPart = 2 * kRegisterLanes;
     static Words weights(const bf16* w, int) { return read<Words>(w); }
 #ifdef PACELINE_NEON
-    static uint32_t repeat(const bf16* x) { return read<uint32_t>(x); }
+    static uint32_t repeat(const bf16* x, int) { return read<uint32_t>(x); }
 #else
-    static Words repeat(const bf16* x) { return splat<Words>(read<uint32_t>(x)); }
+    static Words repeat(const bf16* x, int) { return splat<Words>(read<uint32_t>(x)); }
 #endif
-    static void add(const decltype(repeat(nullptr))& x, const Words& weights, Floats& sum) {
+    static void add(const decltype(repeat(nullptr, 0))& x, const Words& weights, Floats& sum) {
         sum = dot_pairs(weights, x, sum);
     }
 };
@@ -159,7 +169,7 @@ static inline void multiply_few(
                 weights[part] = Own::weights(from, turn);
             });
             unrolled<Rows>([&](int row) PACELINE_INLINED {
-                const auto repeated = Own::repeat(x + row * x_stride + k + turn);
+                const auto repeated = Own::repeat(x + row * x_stride + k, turn);
                 unrolled<parts>([&](int part) PACELINE_INLINED {
                     Own::add(repeated, weights[part], sums[row * parts + part]);
                 });
@@ -221,104 +231,3 @@ static inline void multiply(
         multiply_lanes<1>(x, x_stride, w + group * w_stride, w_stride, in, rows, out + group * kLanes, out_stride,
                           extra);
 }
-
-// Whether tiles multiply sixteen rows of x at the cost of a few rows.
-template <class T>
-constexpr bool kTiles = false;
-
-#ifdef PACELINE_AMX
-template <>
-constexpr bool kTiles<bf16> = true;
-
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// The compiler does not know which memory tile instructions read. So all writes must be done before them.
-static inline void finish_writes() { asm volatile("" ::: "memory"); }
-
-// Tiles 0 to 3 are the sums of row blocks 0 0 1 1 and groups 0 1 0 1; tiles 4 and 5 are x, 6 and 7 weights.
-static inline void configure_tiles(Worker& worker, int rows) {
-    if (worker.tile_rows == rows) return;
-    worker.tile_rows = rows;
-    const uint8_t first = rows < 16 ? rows : 16, second = rows > 16 ? rows - 16 : 1;
-    const uint8_t tile_rows[8] = {first, first, second, second, first, second, 16, 16};
-    TileConfig config;
-    for (int tile = 0; tile < 8; ++tile) config.rows[tile] = tile_rows[tile], config.row_bytes[tile] = 64;
-    finish_writes();
-    _tile_loadconfig(&config);
-}
-
-// The same for products with the weights on the left: the tiles of sums and x have `columns` columns, one per row of x.
-static inline void configure_columns(Worker& worker, int columns) {
-    if (worker.tile_rows == -columns) return;
-    worker.tile_rows = -columns;
-    TileConfig config;
-    for (int tile = 0; tile < 8; ++tile)
-        config.rows[tile] = 16, config.row_bytes[tile] = static_cast<uint16_t>(tile < 6 ? 4 * columns : 64);
-    finish_writes();
-    _tile_loadconfig(&config);
-}
-
-static inline void prefetch_tile(const bf16* weights) {
-    const char* ahead = reinterpret_cast<const char*>(weights) + kAheadOfTiles;
-    for (int64_t line = 0; line < 16; ++line) _mm_prefetch(ahead + line * 64, _MM_HINT_T0);
-}
-
-// A tile product takes 32 values along `in` at once. A row's sum does not depend on the number of rows in the tile.
-template <bool TwoRowBlocks, bool TwoGroups>
-static inline void multiply_tiles(
-    const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, float* out, int64_t out_stride,
-    const Extra& extra) {
-    const bf16* x2 = x + 16 * x_stride;
-    const bf16* w2 = w + w_stride;
-    float* out2 = out + 16 * out_stride;
-    const char* ahead = extra.ahead;
-    if (extra.add) {
-        _tile_loadd(0, out, out_stride * 4);
-        if (TwoGroups) _tile_loadd(1, out + kLanes, out_stride * 4);
-        if (TwoRowBlocks) _tile_loadd(2, out2, out_stride * 4);
-        if (TwoRowBlocks && TwoGroups) _tile_loadd(3, out2 + kLanes, out_stride * 4);
-    } else {
-        _tile_zero(0);
-        if (TwoGroups) _tile_zero(1);
-        if (TwoRowBlocks) _tile_zero(2);
-        if (TwoRowBlocks && TwoGroups) _tile_zero(3);
-    }
-    for (int64_t k = 0; k < in; k += kDepth) {
-        _tile_loadd(4, x + k, x_stride * 2);
-        _tile_loadd(6, w + k * kLanes, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (TwoGroups) {
-            _tile_loadd(7, w2 + k * kLanes, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-        if (TwoRowBlocks) {
-            _tile_loadd(5, x2 + k, x_stride * 2);
-            _tile_dpbf16ps(2, 5, 6);
-            if (TwoGroups) _tile_dpbf16ps(3, 5, 7);
-        }
-        for (int64_t i = 0; i < extra.lines; ++i, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
-        if (!TwoRowBlocks && extra.comes_from_memory && !extra.lines) {
-            prefetch_tile(w + k * kLanes);
-            if (TwoGroups) prefetch_tile(w2 + k * kLanes);
-        }
-    }
-    _tile_stored(0, out, out_stride * 4);
-    if (TwoGroups) _tile_stored(1, out + kLanes, out_stride * 4);
-    if (TwoRowBlocks) _tile_stored(2, out2, out_stride * 4);
-    if (TwoRowBlocks && TwoGroups) _tile_stored(3, out2 + kLanes, out_stride * 4);
-}
-
-static inline void multiply(
-    Worker& worker, const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t in, int64_t rows,
-    int64_t groups, float* out, int64_t out_stride, const Extra& extra = {}) {
-    configure_tiles(worker, static_cast<int>(rows));
-    finish_writes();
-    const auto tiles = rows > 16 ? (groups == 2 ? multiply_tiles<true, true> : multiply_tiles<true, false>)
-                                 : (groups == 2 ? multiply_tiles<false, true> : multiply_tiles<false, false>);
-    tiles(x, x_stride, w, w_stride, in, out, out_stride, extra);
-}
-#endif

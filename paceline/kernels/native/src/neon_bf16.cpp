@@ -8,7 +8,7 @@
 
 #include "team.h"
 
-#pragma GCC target("arch=armv8.2-a+bf16")
+#pragma GCC target("arch=armv8.2-a+bf16+dotprod")
 #define PACELINE_ISA neon_bf16
 #define PACELINE_TABLE neon_bf16_kernels
 #define PACELINE_NEON

@@ -54,6 +54,10 @@ enum Format : int64_t {
     // Or they and the offsets have 4 bits: bytes [block][2][out] with a scale in the low nibble and an offset in the other
     // one, then the numbers of scales [out] and of offsets [out].
     kFormatFourBitScales = 1 << 24,
+    // Signed bytes, by which x is multiplied as signed bytes; see bytes.h. The head's factor is the scale of x, or 0 if each
+    // token has its own.
+    kFormatByteInput = int64_t{1} << 32,
+    kFormatFixedScale = int64_t{1} << 33,  // the factor is not 0
 };
 // The exponent of 2 of the number of blocks of a tile is in two bits from this one on. Blocks of a tile have the same
 // scales. Their codes come one after another, then the scales; the last tile along `in` may have unused blocks.

@@ -49,13 +49,14 @@ class ErrorBody(AnswerBody):
     error: ErrorDetail
 
 
-def errors_of(body: type[AnswerBody]) -> Responses:
+def errors_of(*bodies: type[AnswerBody]) -> Responses:
     """Return FastAPI's `responses` for the errors of any route of an API.
 
     Args:
-        body: the JSON body of the API's errors.
+        bodies: the JSON bodies that the API's errors may have.
     """
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model=body.__name__)}}}
+    references = [{"$ref": _REFERENCE.format(model=body.__name__)} for body in bodies]
+    content = {"application/json": {"schema": references[0] if len(references) == 1 else {"anyOf": references}}}
     return {
         "4XX": {"description": "The request is wrong, or it may not be served", "content": content},
         "5XX": {"description": "The server cannot serve the request", "content": content},
@@ -65,8 +66,10 @@ def errors_of(body: type[AnswerBody]) -> Responses:
 ERRORS = errors_of(ErrorBody)
 """FastAPI's `responses` for the errors that every route may give."""
 
-TEXT: Responses = {200: {"description": "Success", "content": {"text/plain": {"schema": {"type": "string"}}}}}
-"""FastAPI's `responses` for a route that succeeds with plain text."""
+
+def text_of(media_type: str = "text/plain") -> Responses:
+    """Return FastAPI's `responses` for a route that succeeds with a text of a media type."""
+    return {200: {"description": "Success", "content": {media_type: {"schema": {"type": "string"}}}}}
 
 
 def answers(body: object, *, chunk: type[AnswerBody] | None = None) -> Responses:

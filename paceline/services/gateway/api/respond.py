@@ -17,8 +17,9 @@ from paceline.services.gateway.api.response_format import Json, ResponseFormat, 
 from paceline.services.gateway.api.resume import Origin, StreamIds, answer_digest, received_id, wants_ids
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import ENCODER, EventStreamResponse, event, framed, until_disconnect
+from paceline.services.gateway.http.json_answers import LargeJson
 from paceline.services.gateway.http.middleware import is_valid_id
-from paceline.services.gateway.http.request_scope import aside, scope_of
+from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import unenforced_header
 from paceline.services.gateway.planning.plan import Plan
@@ -35,6 +36,11 @@ _DONE = b"data: [DONE]\n\n"
 SMALL_ANSWER_TOKENS = 64
 """Largest number of tokens of an answer that is written on the event loop. With all logprobs, writing so many takes
 about a millisecond."""
+
+MOST_PROMPT_LOGPROBS = 500_000
+"""Largest number of logprobs of the tokens of all prompts in one answer. They take about 50 MB as JSON."""
+LOGPROB_COST = 400
+"""Bytes of memory that are counted for each of these logprobs."""
 
 
 class StreamWriter(Protocol):
@@ -161,6 +167,7 @@ async def start(
         plan, ids = await aside(request, _with_ids, plan, resumable, request)
     else:
         plan = plan.seeded(secrets.randbits(64))
+    _take_memory(plan, scope)
     scope.headers |= unenforced_header(plan.prompts[0].sampling.constraint)
     scope.admission.charge(
         sum(len(prompt.token_ids) for prompt in plan.prompts),
@@ -210,7 +217,23 @@ async def whole(generation: Generation, request: Request, body: Callable[[list[D
     usage = generation.usage()
     if sum(len(choice.tokens) + len(choice.prompt_scores or ()) for choice in choices) <= SMALL_ANSWER_TOKENS:
         return JSONResponse(body(choices, usage))
-    return await aside(request, lambda: JSONResponse(body(choices, usage)))
+    return await aside(request, lambda: LargeJson(body(choices, usage)))
+
+
+def _take_memory(plan: Plan, scope: RequestScope) -> None:
+    """Count the memory of the logprobs of a request's prompts. Raises ApiError or HTTPException if it is too much.
+
+    A short body may ask for a large answer, which comes at once. Logprobs of generated tokens come one by one.
+    """
+    scored = [prompt for prompt in plan.prompts if prompt.sampling.prompt_logprobs is not None]
+    count = plan.n * sum(len(prompt.token_ids) * (1 + (prompt.sampling.prompt_logprobs or 0)) for prompt in scored)
+    if count > MOST_PROMPT_LOGPROBS:
+        message = (
+            f"prompt_logprobs: the answer would have {count} logprobs of prompts, and this server reports "
+            f"{MOST_PROMPT_LOGPROBS} at once; send fewer or shorter prompts, or ask for fewer logprobs or choices"
+        )
+        raise ApiError(400, message, param="prompt_logprobs")
+    scope.memory.take(scope.owner, LOGPROB_COST * count)
 
 
 def _with_ids(plan: Plan, body: NamedRequest, request: Request) -> tuple[Plan, StreamIds]:

@@ -13,6 +13,7 @@ reading        bodies of routes, read on the threads of `pool`
 texts          what JSON can spell and no answer can have
 errors         errors to answer with, and refusals because no worker has room
 error_responses  their answers, in the form of the path's API
+json_answers   large answers in JSON
 event_streams  streams of events, which end when the client disconnects
 access         keys, callers, and their limits
 """

@@ -67,6 +67,8 @@ class Guard:
             answer = self._with_limits(send, request.owner)
             if _is_counted(scope):
                 request.admission = self._limiter.begin(request.owner, is_line=request.is_background)
+            elif _is_read(scope):
+                self._limiter.read(request.owner)
         except ApiError as refusal:
             await logged_response(refusal)(scope, receive, answer)
             return
@@ -209,6 +211,14 @@ def _is_counted(scope: Scope) -> bool:
     """
     path = path_of(scope)
     return scope["method"] == "POST" and decision_for(path) is Access.CLIENT and not path.endswith(_ENDS)
+
+
+def _is_read(scope: Scope) -> bool:
+    """Return whether a request counts against its key's limit of requests without a body.
+
+    Such a request may read or delete much, such as a page of 10,000 files.
+    """
+    return scope["method"] != "POST" and decision_for(path_of(scope)) is Access.CLIENT
 
 
 def _sent_keys(headers: Headers) -> Iterator[str]:

@@ -9,9 +9,11 @@ from typing import NamedTuple
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.planning.chat_prompt import RenderedChat, encode_prompt
-from paceline.services.gateway.planning.chat_schemas import CacheControl, ChatMessage, TextPart, ToolDefinition
+from paceline.services.gateway.planning.chat_schemas import ChatMessage, TextPart
 from paceline.services.gateway.planning.media.items import Expansions
+from paceline.services.gateway.planning.request_body import CacheControl
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tool_schemas import CustomToolDefinition, ToolDefinition
 
 MOST_MARKS = 4
 """Largest number of cache breakpoints of a request, as in Anthropic's API."""
@@ -55,7 +57,10 @@ class TextMark(NamedTuple):
 
 
 def text_marks(
-    text: str, messages: Sequence[ChatMessage], tools: Iterable[ToolDefinition], whole: CacheControl | None
+    text: str,
+    messages: Sequence[ChatMessage],
+    tools: Iterable[ToolDefinition | CustomToolDefinition],
+    whole: CacheControl | None,
 ) -> list[TextMark]:
     """Return the cache breakpoints of a conversation. A breakpoint that is not found in `text` is left out.
 

@@ -1,10 +1,8 @@
-"""The parts of a conversation's body: messages, tools and the choice among the tools."""
+"""The messages of a conversation's body."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -12,7 +10,8 @@ from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, Tag, model_v
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.planning.media.parts import MEDIA_TYPES, MediaPart
-from paceline.services.gateway.planning.request_body import Body
+from paceline.services.gateway.planning.request_body import Body, CacheControl
+from paceline.services.gateway.planning.tool_schemas import AnyCall, call_for_template
 
 Json = dict[str, Any]
 
@@ -28,13 +27,6 @@ _TEXT_PARTS = {
 
 _OWN_FIELDS = frozenset({*_TEXT_PARTS.values(), "annotations", "logprobs", "signature"})
 """Fields of text parts that are never passed to a chat template."""
-
-
-class CacheControl(Body):
-    """A cache breakpoint: the client expects to send the prompt up to this place again, within `ttl`."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
 
 
 class TextPart(Body):
@@ -109,40 +101,7 @@ def _as_clients_write(schema: Json) -> None:
     schema |= {"anyOf": [text, *kinds], "title": about["title"], "description": about["description"]}
 
 
-class FunctionCall(Body):
-    """The function of a tool call in a conversation."""
-
-    name: str = Field(min_length=1)
-    arguments: str | Json | None = None
-    """The arguments as JSON text, as the API returns them, or as an object."""
-
-
-class ToolCall(Body):
-    """A tool call in a conversation."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class ArgumentsObject(dict[str, Any]):
-    """A call's arguments for a chat template: an object that becomes its JSON text if the template adds it to a string.
-
-    Most templates write `arguments | tojson`; others expect the JSON text of the API.
-    """
-
-    def __init__(self, values: Json, text: str) -> None:
-        super().__init__(values)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __add__(self, other: object) -> str:
-        return f"{self}{other}"
-
-    def __radd__(self, other: object) -> str:
-        return f"{other}{self}"
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatMessage(Body):
@@ -152,7 +111,7 @@ class ChatMessage(Body):
 
     role: str = Field(min_length=1)
     content: str | list[ContentPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[AnyCall] | None = None
     tool_call_id: str | None = None
     cache_control: CacheControl | None = None
     """A cache breakpoint at the end of the content; None if there is none."""
@@ -209,99 +168,7 @@ class ChatMessage(Body):
             content = [part.for_template() for part in parts]
         message = {"role": self.role, "content": content, **(self.model_extra or {})}
         if self.tool_calls:
-            message["tool_calls"] = [_call_for_template(call) for call in self.tool_calls]
+            message["tool_calls"] = [call_for_template(call) for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
-
-
-class Function(Body):
-    """A function that the model may call."""
-
-    name: str = Field(min_length=1, max_length=256)
-    description: str | None = None
-    parameters: Json | None = None
-    strict: bool | None = None
-
-
-class ToolDefinition(Body):
-    """An entry of `tools`."""
-
-    type: Literal["function"] = "function"
-    function: Function
-    cache_control: CacheControl | None = Field(None, exclude=True)
-
-    def for_template(self) -> Json:
-        return self.model_dump(exclude_none=True)
-
-
-class NamedFunction(Body):
-    name: str
-
-
-class NamedTool(Body):
-    """A `tool_choice` that names a function."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
-class AllowedToolsOptions(Body):
-    """The field `allowed_tools` of OpenAI's `tool_choice`."""
-
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
-
-
-class AllowedChatTools(Body):
-    """A `tool_choice` among some of the tools."""
-
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedToolsOptions
-
-
-def _kind_of_choice(data: Any) -> str:
-    if isinstance(data, str):
-        return "word"
-    kind = data.get("type") if isinstance(data, dict) else getattr(data, "type", None)
-    return "allowed" if kind == "allowed_tools" else "named"
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
-"""The choice among the tools in a model's prompt."""
-WantedToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")]
-    | Annotated[AllowedChatTools, Tag("allowed")]
-    | Annotated[NamedTool, Tag("named")],
-    Discriminator(_kind_of_choice),
-]
-"""The choice among tools in a client's body, where it may also name allowed tools."""
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-
-Tools = Annotated[list[ToolDefinition], Field(min_length=1)]
-
-
-def _finite(text: str) -> float:
-    """Return the number that a text spells. Replace infinity, which JSON cannot write, by the largest double."""
-    largest = sys.float_info.max
-    return min(max(float(text), -largest), largest)
-
-
-def _refuse(text: str) -> None:
-    raise ValueError(f"{text} is not JSON")
-
-
-def _call_for_template(call: ToolCall) -> Json:
-    function = call.function
-    arguments: object = function.arguments if function.arguments is not None else {}
-    if isinstance(arguments, str):
-        try:
-            parsed = json.loads(arguments or "{}", parse_float=_finite, parse_constant=_refuse)
-        except (ValueError, RecursionError):
-            parsed = None  # an answer that was cut off, or nested too deeply; the template gets it as it is
-        if isinstance(parsed, dict):
-            arguments = ArgumentsObject(parsed, arguments or "{}")
-    elif isinstance(arguments, dict):
-        arguments = ArgumentsObject(arguments, json.dumps(arguments, ensure_ascii=False))
-    return {"id": call.id, "type": call.type, "function": {"name": function.name, "arguments": arguments}}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -103,6 +103,13 @@ class Body(FailFast):
 
     # Strict, so that "5" is not taken for a number, nor true for a token id.
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class CacheControl(Body):
+    """A cache breakpoint: the client expects to send the prompt up to this place again, within `ttl`."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
 
 
 class NamedRequest(Body):

@@ -9,18 +9,17 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.planning.answer_format import ContentFields
-from paceline.services.gateway.planning.chat_schemas import (
+from paceline.services.gateway.planning.chat_schemas import ChatMessage, ReasoningEffort
+from paceline.services.gateway.planning.media.parts import name_places
+from paceline.services.gateway.planning.request_body import Body, CacheControl, NamedRequest
+from paceline.services.gateway.planning.tool_schemas import (
     AllowedChatTools,
-    CacheControl,
-    ChatMessage,
+    AnyTool,
+    NamedCustomTool,
     NamedTool,
-    ReasoningEffort,
     ToolChoice,
-    ToolDefinition,
     WantedToolChoice,
 )
-from paceline.services.gateway.planning.media.parts import name_places
-from paceline.services.gateway.planning.request_body import Body, NamedRequest
 
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKENS = 128
@@ -176,7 +175,7 @@ class ChatFields(NamedRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     """Options of the model's preprocessing of media, such as Gemma 4's `max_soft_tokens`."""
-    tools: list[ToolDefinition] | None = None
+    tools: list[AnyTool] | None = None
     documents: list[dict[str, Any]] | None = None
     """Documents that the answer shall use, for chat templates that show them. They usually have a title and a text."""
     reasoning_effort: ReasoningEffort | None = None
@@ -221,7 +220,7 @@ class ChatRequest(ChatFields, GenerationRequest):
         if choice is not None and choice != "none" and not names:
             raise ApiError(400, "tool_choice needs tools: give the functions that may be called", param="tool_choice")
         chosen = choice.allowed_tools.tools if isinstance(choice, AllowedChatTools) else []
-        chosen = [choice] if isinstance(choice, NamedTool) else chosen
+        chosen = [choice] if isinstance(choice, NamedTool | NamedCustomTool) else chosen
         if missing := next((tool.function.name for tool in chosen if tool.function.name not in names), None):
             raise ApiError(400, f"tool_choice: no function of tools has the name {missing!r}", param="tool_choice")
         if isinstance(choice, AllowedChatTools):
@@ -232,8 +231,13 @@ class ChatRequest(ChatFields, GenerationRequest):
     @property
     def choice(self) -> ToolChoice | None:
         """The choice among `tools`, which no longer has tools that are not allowed; None if there is no choice."""
-        choice = self.tool_choice
-        return choice.allowed_tools.mode if isinstance(choice, AllowedChatTools) else choice
+        match self.tool_choice:
+            case AllowedChatTools(allowed_tools=allowed):
+                return allowed.mode
+            case NamedCustomTool(custom=named):
+                return NamedTool(function=named)
+            case choice:
+                return choice
 
 
 class TokenizeRequest(ChatFields):

@@ -13,7 +13,8 @@ import pytest
 from paceline.core.config import GatewayConfig
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
-from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.conftest import Stack, StartStack, eventually
+from tests.services.gateway.toy_pooling import write_toy_encoder
 
 Json = dict[str, Any]
 
@@ -21,6 +22,12 @@ ALL = {"prompt_logprobs": 1, "return_token_ids": True, "seed": 0, "max_tokens": 
 STREAM = {"return_token_ids": True, "seed": 0, "max_tokens": 3, "stream": True}
 STREAM |= {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 MESSAGES = [{"role": "user", "content": "hi"}]
+LABELLER = "BertForSequenceClassification"
+
+EVENT = {"index": 0, "token_ids": [97]}
+SCORE = {"token_id": 226, "logprob": -1.0}
+PENDING = {"index": 0, "token_ids": [226], "logprobs": {"content": [{**SCORE, "top_logprobs": [SCORE]}]}}
+"""An event whose token begins a character, so that its logprob waits."""
 
 POSTED: list[tuple[str, Json]] = [
     ("/v1/completions", {"prompt": "ab", "max_tokens": 2}),
@@ -40,6 +47,9 @@ POSTED: list[tuple[str, Json]] = [
     ("/v1/chat/completions/render", {"messages": MESSAGES}),
     ("/v1/completions/derender", {"generate_responses": [{"choices": [{"index": 0, "token_ids": [97]}]}]}),
     ("/v1/chat/completions/derender", {"generate_response": {"choices": [{"index": 0, "token_ids": [97]}]}}),
+    ("/v1/completions/derender", {"stream": True, "generate_chunk": {"choices": []}}),
+    ("/v1/chat/completions/derender", {"stream": True, "generate_chunk": {"choices": [EVENT], "usage": {}}}),
+    ("/v1/chat/completions/derender", {"stream": True, "generate_chunk": {"choices": [PENDING]}}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
     ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3, "stream": True}),
     ("/v1/messages/count_tokens", {"messages": MESSAGES}),
@@ -106,6 +116,67 @@ async def test_answers_are_as_described(start_stack: StartStack) -> None:
         _check(schema, path, "delete", await stack.http.delete(path))
 
 
+VECTORS: list[tuple[str, Json]] = [
+    ("/v1/embeddings", {"input": "a"}),
+    ("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"}),
+    ("/v1/embeddings", {"input": "a" * 99, "truncate_prompt_tokens": -1}),
+    ("/v2/embed", {"texts": ["a"], "embedding_types": ["float", "int8", "uint8", "binary", "ubinary", "base64"]}),
+    ("/v1/embed", {"texts": ["a" * 99]}),
+    ("/pooling", {"input": "a"}),
+    ("/pooling", {"input": "a", "task": "token_embed"}),
+    ("/embed", {"inputs": "a"}),
+    ("/embed_all", {"inputs": "a"}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    ("/score", {"text_1": "q", "text_2": ["a"]}),
+    ("/rerank", {"query": "q", "documents": ["a", "b"], "top_n": 1}),
+    ("/rerank", {"query": "q", "texts": ["a", "b"], "return_text": True}),
+    ("/classify", {"input": "a"}),
+    ("/embed", {"inputs": "a" * 99}),
+    ("/rerank", {"query": "q", "texts": ["a" * 99]}),
+]
+LABELS: list[tuple[str, Json]] = [
+    ("/classify", {"input": "a"}),
+    ("/predict", {"inputs": "a"}),
+    ("/predict", {"inputs": [["a"], ["a", "b"]]}),
+    ("/embed", {"inputs": "a"}),
+]
+
+
+async def test_answers_with_vectors_and_labels_are_as_described(start_stack: StartStack, tmp_path: Path) -> None:
+    for architecture, labels, asked, refused in (("BertModel", 0, VECTORS, 3), (LABELLER, 2, LABELS, 1)):
+        model = write_toy_encoder(tmp_path / architecture, architecture, labels)
+        stack = await start_stack(prefill=0, decode=0, pool=1, model=str(model))
+        schema = _strict((await stack.http.get("/openapi.json")).json())
+        for index, (path, body) in enumerate(asked):
+            response = await stack.http.post(path, json=body)
+            assert response.is_success == (index < len(asked) - refused), response.text
+            _check(schema, path, "post", response)
+        for path in ("/v1/models", "/info"):
+            _check(schema, path, "get", await stack.http.get(path))
+
+
+async def test_stored_things_are_as_described(start_stack: StartStack, tmp_path: Path) -> None:
+    stack = await start_stack(store=str(tmp_path / "store.db"))
+    schema = _strict((await stack.http.get("/openapi.json")).json())
+    upload = await stack.http.post("/v1/files", files={"file": ("a.jsonl", b"{}\n")}, data={"purpose": "batch"})
+    made = await stack.post("/v1/conversations", items=MESSAGES)
+    params = {"messages": MESSAGES, "max_tokens": 1, "model": "toy"}
+    batch = await stack.post("/v1/messages/batches", requests=[{"custom_id": "x", "params": params}])
+    for path, answer in (("/v1/files", upload), ("/v1/conversations", made), ("/v1/messages/batches", batch)):
+        _check(schema, path, "post", answer)
+        _check(schema, path + "/{id}", "get", await stack.http.get(f"{path}/{answer.json()['id']}"))
+    for path in ("/v1/files", "/v1/messages/batches", "/v1/batches"):
+        _check(schema, path, "get", await stack.http.get(path))
+    results = f"/v1/messages/batches/{batch.json()['id']}/results"
+
+    async def has_ended() -> bool:
+        return (await stack.http.get(results)).is_success
+
+    await eventually(has_ended)
+    for path in (results, f"/v1/files/{upload.json()['id']}/content", f"/v1/conversations/{made.json()['id']}/items"):
+        _check(schema, path, "get", await stack.http.get(path))
+
+
 async def test_a_fleet_that_cannot_serve_answers_as_described(start_stack: StartStack) -> None:
     stack = await start_stack(prefill=0, decode=0)
     schema = _strict((await stack.http.get("/openapi.json")).json())
@@ -128,7 +199,11 @@ def _check(schema: Json, path: str, method: str, response: Any) -> None:
         return
     media = response.headers["content-type"].partition(";")[0]
     own = described["content"][media]["schema"]
-    bodies = [response.text] if media == "text/plain" else [json.loads(text) for text in _texts(media, response.text)]
+    bodies = (
+        [response.text]
+        if media in ("text/plain", "application/jsonl", "application/x-jsonl")
+        else [json.loads(text) for text in _texts(media, response.text)]
+    )
     for body in bodies:
         jsonschema.validate(body, {**own, "components": schema["components"]}, jsonschema.Draft202012Validator)
 

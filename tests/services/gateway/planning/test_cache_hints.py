@@ -18,9 +18,11 @@ from paceline.services.gateway.planning.cache_hints import (
     token_marks,
 )
 from paceline.services.gateway.planning.chat_prompt import RenderedChat
-from paceline.services.gateway.planning.chat_schemas import CacheControl, ChatMessage, ToolDefinition
+from paceline.services.gateway.planning.chat_schemas import ChatMessage
 from paceline.services.gateway.planning.media.items import Expansion, MediaItem, TokenRun
+from paceline.services.gateway.planning.request_body import CacheControl
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tool_schemas import ToolDefinition
 from tests.services.gateway.conftest import Stack, eventually
 from tests.services.gateway.toy_model import BOI, EOI, IMAGE
 

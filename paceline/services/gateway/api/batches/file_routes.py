@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from paceline.core.config import GatewayConfig
 from paceline.core.options import parse_bytes
-from paceline.services.gateway.api.api_schema import TEXT, answers
+from paceline.services.gateway.api.api_schema import answers, text_of
 from paceline.services.gateway.api.batches.batch_store import BatchStore
 from paceline.services.gateway.api.batches.bodies import (
     LEAST_FILE_SECONDS,
@@ -39,6 +39,7 @@ from paceline.services.gateway.planning.request_headers import id_of_made, key_w
 
 PURPOSE = "batch"
 """The only purpose that an uploaded file may have."""
+_CONTENT = "application/jsonl"
 
 _UPLOAD: dict[str, Any] = {
     "requestBody": {
@@ -69,7 +70,7 @@ def add_files(router: APIRouter, config: GatewayConfig, files: FileStore, batche
     router.post("/v1/files", response_model=None, responses=answers(FileBody), openapi_extra=_UPLOAD)(api.upload)
     router.get("/v1/files", response_model=None, responses=answers(FileList))(api.list_files)
     router.get("/v1/files/{file_id}", response_model=None, responses=answers(FileBody))(api.get)
-    router.get("/v1/files/{file_id}/content", response_class=Response, responses=TEXT)(api.content)
+    router.get("/v1/files/{file_id}/content", response_class=Response, responses=text_of(_CONTENT))(api.content)
     router.delete("/v1/files/{file_id}", response_model=None, responses=answers(DeletedFile))(api.delete)
 
 
@@ -124,7 +125,7 @@ class FilesApi:
         file = await self._find(file_id, request)
         # With its length, a client notices if the file is deleted or the store fails meanwhile.
         length = {"content-length": str(file.size)}
-        return StreamingResponse(self._files.content(file.id), headers=length, media_type="application/jsonl")
+        return StreamingResponse(self._files.content(file.id), headers=length, media_type=_CONTENT)
 
     async def delete(self, file_id: str, request: Request) -> Json:
         file = await self._find(file_id, request)

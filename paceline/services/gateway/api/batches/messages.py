@@ -17,7 +17,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from paceline.core.config import GatewayConfig
-from paceline.services.gateway.api.api_schema import TEXT, answers
+from paceline.services.gateway.api.api_schema import answers, text_of
 from paceline.services.gateway.api.batches.batch import Batch
 from paceline.services.gateway.api.batches.batch_store import MESSAGE_BATCH, BatchStore
 from paceline.services.gateway.api.batches.bodies import (
@@ -48,6 +48,7 @@ from paceline.services.gateway.planning.request_headers import id_of_made, key_w
 ENDPOINT = "/v1/messages"
 WINDOW, WINDOW_SECONDS = "24h", 86400
 PATH = "/v1/messages/batches"
+_RESULTS = "application/x-jsonl"
 
 Json = dict[str, Any]
 
@@ -63,7 +64,9 @@ def add_message_batches(
     router.post(PATH + "/{batch_id}/cancel", response_model=None, responses=answers(MessageBatchBody) | MESSAGE_ERRORS)(
         api.cancel
     )
-    router.get(PATH + "/{batch_id}/results", response_class=Response, responses=TEXT | MESSAGE_ERRORS)(api.results)
+    router.get(PATH + "/{batch_id}/results", response_class=Response, responses=text_of(_RESULTS) | MESSAGE_ERRORS)(
+        api.results
+    )
     router.delete(PATH + "/{batch_id}", response_model=None, responses=answers(DeletedMessageBatch) | MESSAGE_ERRORS)(
         api.delete
     )
@@ -144,7 +147,7 @@ class MessageBatchesApi:
         for file_id in _answers(batch):
             if await self._files.get(file_id, batch.owner) is None:
                 raise ApiError(404, f"the results of the message batch {batch.id!r} were deleted or have expired")
-        return StreamingResponse(_results(self._files, batch), media_type="application/x-jsonl")
+        return StreamingResponse(_results(self._files, batch), media_type=_RESULTS)
 
     async def delete(self, batch_id: str, request: Request) -> Json:
         batch = await self._find(batch_id, request)

@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from paceline.services.gateway.planning.chat_schemas import CacheControl
 from paceline.services.gateway.planning.media.parts import Placed
-from paceline.services.gateway.planning.request_body import Body
+from paceline.services.gateway.planning.request_body import Body, CacheControl
 
 Json = dict[str, Any]
 

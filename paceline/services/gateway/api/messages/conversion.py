@@ -29,21 +29,20 @@ from paceline.services.gateway.api.messages.schemas import (
 )
 from paceline.services.gateway.planning.answer_format import AnswerFormat, JsonSchemaFormat
 from paceline.services.gateway.planning.answers.registry import AnswerForms
-from paceline.services.gateway.planning.chat_schemas import (
-    CacheControl,
-    ChatMessage,
-    ContentPart,
+from paceline.services.gateway.planning.chat_schemas import ChatMessage, ContentPart, TextPart
+from paceline.services.gateway.planning.media.parts import MediaPart, data_url, name_places
+from paceline.services.gateway.planning.request_body import CacheControl
+from paceline.services.gateway.planning.schemas import ChatFields, ChatRequest
+from paceline.services.gateway.planning.tool_schemas import (
+    AnyCall,
     Function,
     FunctionCall,
     NamedFunction,
     NamedTool,
-    TextPart,
     ToolCall,
     ToolChoice,
     ToolDefinition,
 )
-from paceline.services.gateway.planning.media.parts import MediaPart, data_url, name_places
-from paceline.services.gateway.planning.schemas import ChatFields, ChatRequest
 
 Json = dict[str, Any]
 
@@ -165,7 +164,7 @@ def _result(block: ToolResultBlock) -> list[ContentPart]:
 
 
 def _assistant(blocks: Sequence[AssistantBlock]) -> ChatMessage:
-    calls = [
+    calls: list[AnyCall] = [
         ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=block.input))
         for block in blocks
         if isinstance(block, ToolUseBlock)

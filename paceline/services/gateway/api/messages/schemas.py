@@ -8,9 +8,9 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from paceline.services.gateway.api.messages.blocks import AssistantBlock, Marked, TextBlock, UserBlock
-from paceline.services.gateway.planning.chat_schemas import CacheControl, ReasoningEffort
+from paceline.services.gateway.planning.chat_schemas import ReasoningEffort
 from paceline.services.gateway.planning.media.parts import name_places
-from paceline.services.gateway.planning.request_body import Body, NamedRequest, warn_of_hosted_tools
+from paceline.services.gateway.planning.request_body import Body, CacheControl, NamedRequest, warn_of_hosted_tools
 from paceline.services.gateway.planning.schemas import StopString
 
 Json = dict[str, Any]

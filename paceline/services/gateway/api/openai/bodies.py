@@ -129,13 +129,24 @@ class CalledTool(AnswerBody):
     function: CalledFunction
 
 
+class CustomInputText(AnswerBody):
+    name: str
+    input: str
+
+
+class CalledCustomTool(AnswerBody):
+    id: str
+    type: Literal["custom"]
+    custom: CustomInputText
+
+
 class Message(AnswerBody):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
     reasoning: str = ""
     reasoning_content: str = ""
-    tool_calls: list[CalledTool] = []
+    tool_calls: list[CalledTool | CalledCustomTool] = []
 
 
 class TopLogprob(AnswerBody):
@@ -180,12 +191,24 @@ class ToolDelta(AnswerBody):
     function: FunctionDelta
 
 
+class CustomInputDelta(AnswerBody):
+    name: str = ""
+    input: str
+
+
+class CustomToolDelta(AnswerBody):
+    index: int
+    id: str = ""
+    type: Literal["custom"] = "custom"
+    custom: CustomInputDelta
+
+
 class MessageDelta(AnswerBody):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning: str = ""
     reasoning_content: str = ""
-    tool_calls: list[ToolDelta] = []
+    tool_calls: list[ToolDelta | CustomToolDelta] = []
 
 
 class ChatChunkChoice(AnswerBody):

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from paceline.core.types import Token
 from paceline.services.gateway.api.choice import Delta
+from paceline.services.gateway.api.custom_input import CustomInput
 from paceline.services.gateway.api.response_format import Json, ResponseFormat, TextChunk
 from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Reasoning, calls_of
-from paceline.services.gateway.planning.chat_schemas import NamedTool
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.schemas import ChatRequest
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+from paceline.services.gateway.planning.tool_schemas import CustomToolDefinition, NamedTool
 
 
 class ChatFormat(ResponseFormat):
@@ -29,6 +30,9 @@ class ChatFormat(ResponseFormat):
         self._stop_for_calls = "stop" if isinstance(request.choice, NamedTool) else "tool_calls"
         self._has_calls: set[int] = set()
         """Indexes of choices that have begun a tool call."""
+        self._custom = {tool.function.name for tool in request.tools or () if isinstance(tool, CustomToolDefinition)}
+        self._inputs: dict[tuple[int, int], CustomInput] = {}
+        """Readers of the calls of custom tools in a stream, by the indexes of choice and call."""
 
     def whole(self, choices: list[Delta], usage: Json) -> Json:
         formatted = [self._choice(choice) for choice in choices]
@@ -73,16 +77,27 @@ class ChatFormat(ResponseFormat):
             if isinstance(part, Content):
                 pieces.append(TextChunk(delta.index, part.text))
             elif isinstance(part, CallArguments):
-                pieces.append(TextChunk(delta.index, part.text, part.index))
+                if (reader := self._inputs.get((delta.index, part.index))) is None:
+                    pieces.append(TextChunk(delta.index, part.text, part.index))
+                elif text := reader.push(part.text):
+                    pieces.append(_input_fields(part.index, text))
             elif isinstance(part, CallBegin):
                 self._has_calls.add(delta.index)
-                begun = {"name": part.name, "arguments": ""}
-                pieces.append(
-                    {"tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": begun}]}
-                )
+                is_custom = part.name in self._custom
+                if is_custom:
+                    self._inputs[delta.index, part.index] = CustomInput()
+                begun = {"id": part.id, **_called(part.name, "", is_custom)}
+                pieces.append({"tool_calls": [{"index": part.index, **begun}]})
             elif self._shows_reasoning:
                 pieces.append(TextChunk(delta.index, part.text, "reasoning"))
-        return pieces
+        return [*pieces, *self._ends(delta)]
+
+    def _ends(self, delta: Delta) -> Iterator[Json]:
+        """Yield what calls of custom tools have held back, if a delta is the last one of its choice."""
+        if delta.finish_reason is not None:
+            for choice, index in [key for key in self._inputs if key[0] == delta.index]:
+                if rest := self._inputs.pop((choice, index)).finish():
+                    yield _input_fields(index, rest)
 
     def _shown_tokens(self, delta: Delta) -> list[Token]:
         # The tokens of reasoning would show what the client does not want.
@@ -106,8 +121,7 @@ class ChatFormat(ResponseFormat):
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
+                {"id": call.id, **_called(call.name, call.arguments, call.name in self._custom)} for call in calls
             ]
         return message
 
@@ -132,3 +146,20 @@ def _text_fields(text: str, place: str | int) -> Json:
     if isinstance(place, int):
         return {"tool_calls": [{"index": place, "function": {"arguments": text}}]}
     return {"content": text} if place == "content" else {"reasoning": text, "reasoning_content": text}
+
+
+def _called(name: str, arguments: str, is_custom: bool) -> Json:
+    """Return the fields of a call besides its id."""
+    if not is_custom:
+        return {"type": "function", "function": {"name": name, "arguments": arguments}}
+    reader = CustomInput()
+    return {"type": "custom", "custom": {"name": name, "input": reader.push(arguments) + reader.finish()}}
+
+
+def _input_fields(index: int, text: str) -> Json:
+    """Return the `delta` object for a piece of the input of a custom tool.
+
+    Args:
+        index: the index of the call.
+    """
+    return {"tool_calls": [{"index": index, "custom": {"input": text}}]}

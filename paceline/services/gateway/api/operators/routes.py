@@ -19,7 +19,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.options import secrets_of
 from paceline.proto import kvtransfer_pb2
 from paceline.services.common.registry import Member
-from paceline.services.gateway.api.api_schema import TEXT, answers
+from paceline.services.gateway.api.api_schema import answers, text_of
 from paceline.services.gateway.api.operators.bodies import FleetState, Load, ServerInfo, Trace, Version
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.gateway import Gateway
@@ -47,7 +47,7 @@ def add_operations(router: APIRouter, gateway: Gateway) -> None:
     router.get("/version", response_model=None, responses=answers(Version))(api.version)
     router.get("/server_info", response_model=None, responses=answers(ServerInfo))(api.server_info)
     router.get("/load", response_model=None, responses=answers(Load))(api.load)
-    router.get("/metrics", response_class=Response, responses=TEXT)(api.metrics)
+    router.get("/metrics", response_class=Response, responses=text_of())(api.metrics)
     router.get("/fleet", response_model=None, responses=answers(FleetState))(api.fleet)
     router.get("/trace/{request_id:path}", response_model=None, responses=answers(Trace))(api.trace)
 

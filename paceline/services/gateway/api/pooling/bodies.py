@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, RootModel
 
 from paceline.services.gateway.api.api_schema import AnswerBody
+from paceline.services.gateway.api.openai.bodies import Usage
 
 Json = dict[str, Any]
 
@@ -164,8 +165,14 @@ class Score(AnswerBody):
     score: float
 
 
-class Scores(ListHead):
+class Scores(AnswerBody):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
     data: list[Score]
+    usage: PoolUsage | Usage
+    """The usage of a model that generates has more fields."""
 
 
 class DocumentText(AnswerBody):
@@ -182,7 +189,7 @@ class Ranking(AnswerBody):
     id: str
     model: str
     results: list[Ranked]
-    usage: PoolUsage
+    usage: PoolUsage | Usage
 
 
 class TeiRank(AnswerBody):
@@ -194,3 +201,10 @@ class TeiRank(AnswerBody):
 
 class TeiRanking(_Bare):
     root: list[TeiRank]
+
+
+class TeiError(AnswerBody):
+    """An error in TEI's form."""
+
+    error: str
+    error_type: Literal["validation", "tokenizer", "backend", "overloaded", "empty", "unhealthy"]

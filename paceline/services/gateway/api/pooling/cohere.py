@@ -127,7 +127,7 @@ class CohereApi:
                 }
             )
 
-        return await written(request, pooled.rows, write)
+        return await written(request, pooled.rows, write, sum(len(each.content) for each in inputs))
 
 
 def purpose_prompt(model: ModelFleet, purpose: str | None, place: str = "input_type") -> str:

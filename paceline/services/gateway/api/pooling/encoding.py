@@ -134,9 +134,16 @@ async def respond(
     return await written(request, rows, write)
 
 
-async def written(request: Request, rows: Sequence[Values], write: Callable[[], Response]) -> Response:
-    """Return the response that `write` makes of results, on a thread if there are many values."""
-    return write() if sum(values.size for values in rows) <= SMALL_VALUES else await aside(request, write)
+async def written(
+    request: Request, rows: Sequence[Values], write: Callable[[], Response], characters: int = 0
+) -> Response:
+    """Return the response that `write` makes of results, on a thread if there are many values.
+
+    Args:
+        characters: number of characters of texts in the answer.
+    """
+    is_small = sum(values.size for values in rows) + characters <= SMALL_VALUES
+    return write() if is_small else await aside(request, write)
 
 
 def json_response(body: object) -> Response:

@@ -14,12 +14,13 @@ from pydantic import Field
 
 import paceline
 from paceline.core.pooling import POOL_TASKS, PoolTask
-from paceline.services.gateway.api.api_schema import answers
+from paceline.services.gateway.api.api_schema import answers, errors_of
 from paceline.services.gateway.api.pooling.bodies import (
     AllVectors,
     Predictions,
     Similarities,
     SparseVectors,
+    TeiError,
     TeiInfo,
     Vectors,
 )
@@ -113,15 +114,18 @@ class SimilarityRequest(NamedRequest):
     parameters: SimilarityParameters = SimilarityParameters()
 
 
+_ERRORS = errors_of(TeiError)
+
+
 def add_tei(router: APIRouter, gateway: Gateway) -> None:
     """Add the routes of TEI to a router, except /rerank, which has several forms."""
     api = TeiApi(gateway)
-    router.post("/embed", response_model=None, responses=answers(Vectors))(api.embed)
-    router.post("/embed_all", response_model=None, responses=answers(AllVectors))(api.embed_all)
-    router.post("/embed_sparse", response_model=None, responses=answers(SparseVectors))(api.embed_sparse)
-    router.post("/predict", response_model=None, responses=answers(Predictions))(api.predict)
-    router.post("/similarity", response_model=None, responses=answers(Similarities))(api.similarity)
-    router.get("/info", response_model=None, responses=answers(TeiInfo))(api.info)
+    router.post("/embed", response_model=None, responses=answers(Vectors) | _ERRORS)(api.embed)
+    router.post("/embed_all", response_model=None, responses=answers(AllVectors) | _ERRORS)(api.embed_all)
+    router.post("/embed_sparse", response_model=None, responses=answers(SparseVectors) | _ERRORS)(api.embed_sparse)
+    router.post("/predict", response_model=None, responses=answers(Predictions) | _ERRORS)(api.predict)
+    router.post("/similarity", response_model=None, responses=answers(Similarities) | _ERRORS)(api.similarity)
+    router.get("/info", response_model=None, responses=answers(TeiInfo) | _ERRORS)(api.info)
 
 
 class TeiApi:
@@ -146,8 +150,12 @@ class TeiApi:
         model = choose_model(self._gateway, body.model, "classify")
         options = PoolOptions(task="classify", activation=False if body.raw_scores else None, truncate=body.side)
         pooled = await pool(model, request, body.text_inputs(), options)
-        labels = [_ranked_labels(model, row) for row in pooled.rows]
-        return json_response(labels[0] if body.is_single else labels)
+
+        def write() -> Response:
+            labels = [_ranked_labels(model, row) for row in pooled.rows]
+            return json_response(labels[0] if body.is_single else labels)
+
+        return await written(request, pooled.rows, write)
 
     async def similarity(self, body: SimilarityRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "embed")
@@ -157,7 +165,7 @@ class TeiApi:
         prompt = prompt_named(model, body.parameters.prompt_name, "parameters.prompt_name")
         pooled = await pool(model, request, inputs, PoolOptions(prompt=prompt, truncate=body.parameters.side))
         source, *rest = pooled.rows
-        return json_response([cosine(source, row) for row in rest])
+        return await written(request, rest, lambda: json_response([cosine(source, row) for row in rest]))
 
     async def info(self, model: str | None = None) -> Json:
         return describe(choose_model(self._gateway, model, *POOL_TASKS))

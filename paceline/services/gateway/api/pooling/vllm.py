@@ -13,7 +13,7 @@ from pydantic import Field
 from paceline.core.pooling import POOL_TASKS, PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
-from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond
+from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond, written
 from paceline.services.gateway.api.pooling.inputs import InputFields, choose_model
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
@@ -87,16 +87,17 @@ class VllmPoolingApi:
         )
         response_id = choose_id(body.request_id, request)
         pooled = await pool(model, request, body.inputs(), options)
-        entries = [
-            {
-                "index": index,
-                "label": label_names(model, row)[int(np.argmax(row))],
-                "probs": row.tolist(),
-                "num_classes": row.size,
-            }
-            for index, row in enumerate(pooled.rows)
-        ]
-        return json_response({**_head(response_id, model), "data": entries, "usage": pooled.usage()})
+        head = {**_head(response_id, model), "usage": pooled.usage()}
+
+        def write() -> Response:
+            names = label_names(model, pooled.rows[0])
+            entries = [
+                {"index": index, "label": names[int(np.argmax(row))], "probs": row.tolist(), "num_classes": row.size}
+                for index, row in enumerate(pooled.rows)
+            ]
+            return json_response({**head, "data": entries})
+
+        return await written(request, pooled.rows, write)
 
 
 def label_names(model: ModelFleet, row: Values) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from paceline.services.gateway.api.api_schema import answers
-from paceline.services.gateway.api.pooling.bodies import Ranking, Scores, TeiRanking
+from paceline.services.gateway.api.api_schema import ErrorBody, answers, errors_of
+from paceline.services.gateway.api.pooling.bodies import Ranking, Scores, TeiError, TeiRanking
 from paceline.services.gateway.api.pooling.encoding import json_response
 from paceline.services.gateway.api.pooling.inputs import choose_model
 from paceline.services.gateway.api.respond import choose_id
@@ -33,7 +33,8 @@ def add_scoring(router: APIRouter, gateway: Gateway) -> None:
         router.post(path, response_model=None, responses=answers(Scores))(api.score)
     for path in ("/v2/rerank", "/v1/rerank"):
         router.post(path, response_model=None, responses=answers(Ranking))(api.rerank)
-    router.post("/rerank", response_model=None, responses=answers(Ranking | TeiRanking))(api.rerank)
+    responses = answers(Ranking | TeiRanking) | errors_of(ErrorBody, TeiError)
+    router.post("/rerank", response_model=None, responses=responses)(api.rerank)
 
 
 class ScoringApi:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import ConfigDict
+
 from paceline.services.gateway.api.api_schema import AnswerBody
 from paceline.services.gateway.api.openai.bodies import (
     AboutPrompt,
@@ -108,20 +110,49 @@ class DerenderedChat(Head, AboutPrompt):
     usage: PlainUsage
 
 
+class PendingAlternative(AnswerBody):
+    token_id: int
+    logprob: float
+    rank: int | None
+
+
+class PendingLogprob(PendingAlternative):
+    top_logprobs: list[PendingAlternative]
+
+
 class DerenderState(AnswerBody):
     output_token_ids: list[int]
     output_chunk_lens: list[int]
+    pending_logprobs: list[PendingLogprob]
     last_tool_call_ids: list[str]
     role_sent: bool
 
 
+class EventUsage(AnswerBody):
+    """The usage of an event, with the further fields that the client has sent."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class DerenderedCompletionChunk(CompletionChunk):
+    usage: EventUsage | None = None  # type: ignore[assignment]
+
+
+class DerenderedChatChunk(ChatChunk):
+    usage: EventUsage | None = None  # type: ignore[assignment]
+
+
 class DerenderedCompletionEvent(AnswerBody):
-    chunk: CompletionChunk
+    chunk: DerenderedCompletionChunk
     stream_state: DerenderState
 
 
 class DerenderedChatEvent(AnswerBody):
-    chunk: ChatChunk
+    chunk: DerenderedChatChunk
     stream_state: DerenderState
 
 

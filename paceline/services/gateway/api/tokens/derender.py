@@ -31,6 +31,7 @@ from paceline.services.gateway.planning.token_schemas import (
     StreamState,
     TokensAnswer,
     TokensEvent,
+    TokensUsage,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.gateway.sequences.attempt import Generated
@@ -132,7 +133,7 @@ class _Stream:
         """Return the chunk for the event, and the state for the next call."""
         event, state = self._body.generate_chunk, self._state
         if not event.choices:
-            chunk = format_.usage_chunk(self._usage() or {})
+            chunk = format_.usage_chunk(self._usage(event.usage or TokensUsage()))
             return {"chunk": chunk, "stream_state": state.model_dump()}
         reader, at = Choice(0, self.plan, self._tokenizer), 0
         if state.role_sent:
@@ -149,8 +150,8 @@ class _Stream:
         chunk = _joined(bodies) or format_.empty_chunk()
         for own in chunk["choices"]:
             own["index"] = choice.index
-        if (usage := self._usage()) is not None:
-            chunk["usage"] = usage
+        if event.usage is not None:
+            chunk["usage"] = self._usage(event.usage)
         after = StreamState(
             output_token_ids=[*state.output_token_ids, *choice.token_ids],
             output_chunk_lens=[*state.output_chunk_lens, *filter(None, [len(choice.token_ids)])],
@@ -180,14 +181,14 @@ class _Stream:
         self._call_ids.append(known[number] if number < len(known) else self._new_call_id())
         return self._call_ids[-1]
 
-    def _usage(self) -> Json | None:
-        usage, prompt_tokens = self._body.generate_chunk.usage, self._body.prompt_tokens
-        if usage is None:
-            return None
-        told = usage.model_dump(exclude_unset=True)
-        if prompt_tokens is None:
-            return told
-        return told | {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + usage.completion_tokens}
+    def _usage(self, usage: TokensUsage) -> Json:
+        """Return the usage of an event, with the number of the prompt's tokens that the body says, if it says one."""
+        told, prompt_tokens = usage.model_dump(), self._body.prompt_tokens
+        if prompt_tokens is not None:
+            told["prompt_tokens"] = prompt_tokens
+        if prompt_tokens is not None or "total_tokens" not in usage.model_fields_set:
+            told["total_tokens"] = told["prompt_tokens"] + usage.completion_tokens
+        return told
 
 
 def _of_event(event: TokensEvent) -> tuple[list[int], list[ChosenLogprob]]:

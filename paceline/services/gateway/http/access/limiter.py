@@ -68,6 +68,11 @@ class Limiter:
             meter.begin(self._clock())
         return Admission(meter, self._clock)
 
+    def read(self, owner: str) -> None:
+        """Count a request of a key that has no body. Raises ApiError if the limit of such requests is reached."""
+        if (meter := self._meter(owner)) is not None:
+            meter.read(self._clock())
+
     def headers(self, owner: str) -> dict[str, str]:
         """Return the response headers that tell a client its limits, with the names of OpenAI's API."""
         meter, now = self._meter(owner), self._clock()

@@ -15,6 +15,8 @@ from paceline.services.gateway.http.access.minute_limit import Charge, MinuteLim
 from paceline.services.gateway.http.access.shares import KeyParts
 from paceline.services.gateway.http.errors import ApiError, retry_after
 
+READS_PER_REQUEST = 10
+"""Number of requests without a body that a key may send for each other request of its limit. Clients poll with them."""
 LATELY_SECONDS = 5.0
 """Time over which the wanted rates are averaged, in seconds."""
 _USUAL_OF = 16
@@ -54,6 +56,8 @@ class Meter:
         self.running = 0
         self.requests: MinuteLimit | None = None
         self.tokens: MinuteLimit | None = None
+        self.reads: MinuteLimit | None = None
+        """Limit of requests without a body, READS_PER_REQUEST times that of the others."""
         self.parts = KeyParts()
         """The parts of the limits that this gateway may use."""
         self.wanted_requests, self.wanted_tokens, self.refused_places = Rate(now), Rate(now), Rate(now)
@@ -67,11 +71,15 @@ class Meter:
         if limits != self.limits:
             self.requests = _changed(self.requests, limits.requests_per_minute, now)
             self.tokens = _changed(self.tokens, limits.tokens_per_minute, now)
+            reads = None if limits.requests_per_minute is None else READS_PER_REQUEST * limits.requests_per_minute
+            self.reads = _changed(self.reads, reads, now)
             self.limits = limits
 
     def is_used(self, now: float) -> bool:
         """Return whether a request of the key runs, or requests or tokens were charged in the last minute."""
-        return self.running > 0 or any(limit is not None and limit.used(now) for limit in (self.requests, self.tokens))
+        return self.running > 0 or any(
+            limit is not None and limit.used(now) for limit in (self.requests, self.tokens, self.reads)
+        )
 
     def left(self, now: float) -> KeyParts:
         """Return the parts of the limits that this meter has not used."""
@@ -90,6 +98,12 @@ class Meter:
             raise self._too_many("requests", told, BUSY_SECONDS)
         if self.requests is not None:
             self._take(self.requests, 1, now, self.parts.requests, "requests")
+
+    def read(self, now: float) -> None:
+        """Count a request without a body. Raises ApiError if the limit is reached."""
+        if self.reads is not None:
+            # Gateways do not tell each other of these requests, so each has its share of the rate.
+            self._take(self.reads, 1, now, Part(self.parts.requests.share, None), "requests without a body")
 
     def charge(self, prompt_tokens: int, max_tokens: int, now: float) -> tuple[Charge, int] | None:
         """Charge the tokens that a request will probably use: its prompt, and an answer of the mean length.
@@ -131,7 +145,7 @@ class Meter:
     def _take(self, limit: MinuteLimit, amount: int, now: float, part: Part, kind: str) -> Charge:
         if (wait := limit.wait(amount, now, part)) > 0:
             told = f"the key {self.name!r} may use {limit.per_minute} {kind} per minute"
-            raise self._too_many(kind, told, wait)
+            raise self._too_many(kind.partition(" ")[0], told, wait)
         return limit.take(amount, now)
 
     def _too_many(self, kind: str, message: str, wait: float) -> ApiError:

@@ -15,9 +15,9 @@ from paceline.services.gateway.planning.answers.expressions import Spelling, Too
 from paceline.services.gateway.planning.answers.form import ChannelForm
 from paceline.services.gateway.planning.answers.grammar import Choice, answer_grammar
 from paceline.services.gateway.planning.answers.registry import AnswerForms
-from paceline.services.gateway.planning.chat_schemas import Function, NamedTool
 from paceline.services.gateway.planning.constraints.content import constraint_of, what_is_left
 from paceline.services.gateway.planning.constraints.fields import BUDGET, ConstraintFields
+from paceline.services.gateway.planning.tool_schemas import Function, NamedTool
 
 _ANY_ARGUMENTS: Mapping[str, Any] = {"type": "object"}
 

@@ -14,8 +14,8 @@ from paceline.core.grammar_errors import TOO_DEEP
 from paceline.services.gateway.planning.answer_format import ContentFields
 from paceline.services.gateway.planning.answers.form import ReasoningMarks
 from paceline.services.gateway.planning.answers.registry import AnswerForms
-from paceline.services.gateway.planning.chat_schemas import Function, NamedTool, ToolChoice
 from paceline.services.gateway.planning.schemas import ChatRequest, GenerationRequest
+from paceline.services.gateway.planning.tool_schemas import Function, NamedTool, ToolChoice
 
 if TYPE_CHECKING:
     from paceline.services.gateway.planning.tokenizer import Tokenizer

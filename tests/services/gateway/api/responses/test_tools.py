@@ -7,7 +7,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.api.responses.tools import CustomInput, joined_name
+from paceline.services.gateway.api.custom_input import CustomInput
+from paceline.services.gateway.api.responses.tools import joined_name
 from tests.services.gateway.planning.answers.pieces import TEXT, cut
 
 TEXTS = TEXT | st.text(st.sampled_from('"\\\n\t/u{}d8🌂é\u2028'), max_size=12)

@@ -13,7 +13,6 @@ import pytest
 
 from paceline.services.common.wire import context_from_pb
 from paceline.services.gateway.http.access import book
-from paceline.services.gateway.http.middleware import ID_PREFIXES
 from tests.services.gateway.computed_routes import bodies
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -92,12 +91,12 @@ async def test_the_blocks_of_a_key_are_its_own_on_every_route(scoring: Stack) ->
         return found
 
     names = ("alice", "bob", "root", "carol", "dave")
-    found = {(await salt(name, path), name) for path in ID_PREFIXES for name in names}
+    found = {(await salt(name, path), name) for path in bodies("") for name in names}
     assert len(found) == len(names), "a key has one salt on all routes"
     alice, _, _, carol, dave = (next(own for own, name in found if name == wanted) for wanted in names)
     assert carol == dave
     assert len({own for own, _ in found} - {""}) == 4
-    for path in ID_PREFIXES:
+    for path in bodies(""):
         if "scor" not in path and "rerank" not in path:
             # No client can choose the salt of another one.
             chosen = [await salt(name, path, cache_salt=alice) for name in ("alice", "bob", "carol", "dave")]
@@ -303,3 +302,11 @@ async def test_no_key_is_ever_shown(start_stack: StartStack, keys: Path, caplog:
     assert {answer.status_code for answer in told} >= {200, 400, 401, 403, 404}
     seen = caplog.text + "".join(f"{answer.headers} {answer.text}" for answer in told)
     assert not [secret for secret in (*SECRETS, "given-to-alice", "given-to-root") if secret in seen]
+
+
+async def test_reads_are_limited_apart_from_other_requests(stack: Stack) -> None:
+    eve = {"Authorization": "Bearer key-of-eve"}
+    answers = [await stack.http.get("/v1/files?limit=1", headers=eve) for _ in range(2 * 10 + 1)]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    assert (await stack.http.delete("/v1/files/none", headers=eve)).status_code == 429
+    assert (await stack.http.post("/tokenize", json={"prompt": "x"}, headers=eve)).status_code == 200

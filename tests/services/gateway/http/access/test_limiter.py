@@ -278,3 +278,19 @@ def test_lines_have_the_places_that_clients_leave(tmp_path: Path) -> None:
             line.charge(30, 0)
         with pytest.raises(ApiError, match="only 2 requests"):
             limiter.begin(owner(keys), is_line=True)
+
+
+def test_reads_have_a_limit_of_their_own(tmp_path: Path) -> None:
+    keys, clock = book(tmp_path, "requests_per_minute = 3"), Clock()
+    limiter, admitted = alone(keys, clock), 0
+    while clock.now < 60.0:
+        with contextlib.suppress(ApiError):
+            limiter.read(owner(keys))
+            admitted += 1
+        clock.now += 0.1
+    assert admitted == 10 * 3
+    limiter.begin(owner(keys))
+    with pytest.raises(ApiError, match="30 requests without a body per minute") as caught:
+        [limiter.read(owner(keys)) for _ in range(20)]
+    assert (caught.value.status, "Retry-After" in caught.value.headers) == (429, True)
+    limiter.read("")
