@@ -342,8 +342,17 @@ INSIDE = frozenset(
 )
 """Routes that requests of other routes in CALLS use."""
 
-LEFT_OUT = frozenset({"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"})
-"""Routes without requests: streams without an end, files, and a route that would empty the cache."""
+OF_ENCODERS = frozenset(
+    {
+        *("/v1/embeddings", "/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/classify", "/v1/classify"),
+        *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info"),
+    }
+)
+"""Routes of models for embeddings and labels. The soak has a model that generates."""
+LEFT_OUT = OF_ENCODERS | {"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"}
+"""Routes without requests: those of other models, streams without an end, files, and a route that would empty the
+cache.
+"""
 
 WEIGHTS = {"/v1/chat/completions": 40, "/v1/completions": 30, "/v1/messages": 8, "/v1/responses": 4, "/v1/batches": 1}
 """Relative frequency of the requests of a route; 1 for routes that are not listed."""

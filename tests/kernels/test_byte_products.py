@@ -106,7 +106,8 @@ def test_layers_with_other_scales_of_x_are_not_computed_together(native: NativeK
         matrices = [random_bytes(48, 96, torch.float32, scale) for scale in scales]
         whole = QuantizedMatrix(matrices[0].values, torch.ones(48, 3).half(), None, 8, torch.float32)
         want = gated(ReferenceKernels(), x, [*matrices, whole])
-        torch.testing.assert_close(gated(native, x, [*matrices, whole]), want)
+        # The layer that is no product of bytes has another order of addition.
+        torch.testing.assert_close(gated(native, x, [*matrices, whole]), want, atol=1e-3, rtol=1e-4)
 
 
 def test_experts(native: NativeKernels) -> None:

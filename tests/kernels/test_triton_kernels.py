@@ -165,7 +165,7 @@ def test_rows_may_lie_apart_in_memory(kernels: Kernels) -> None:
     assert torch.equal(kernels.rotate(apart, angles, angles), kernels.rotate(close, angles, angles))
     assert torch.equal(kernels.rms_norm(apart, angles[0], 1e-5), kernels.rms_norm(close, angles[0], 1e-5))
     assert torch.equal(kernels.silu_and_mul(apart, close), kernels.silu_and_mul(close, close))
-    weight = torch.randn(7, 20)
+    weight = kernels.pack(torch.randn(7, 20))
     torch.testing.assert_close(kernels.linear(apart[:, 0], weight), kernels.linear(close[:, 0], weight))
     caches = [LayerCache(torch.zeros(2, 4, 16, 20), torch.zeros(2, 4, 16, 20)) for _ in range(2)]
     slots, places = torch.tensor([1, 0, 1, 0, 0]), torch.tensor([3, 0, 15, 7, 9])

@@ -131,6 +131,7 @@ def test_quantized_matrices_are_not_rounded_again(tmp_path: Path, save_llama: An
     settings = json.loads((tmp_path / "config.json").read_text())
     quantization = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": quantization}))
+    save_file({"model.layers.0.mlp.down_proj.qweight": torch.zeros(4, 4).int()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=f"quantized as GPTQ already, and rounding them to {form} would lose more"):
         weight_form(tmp_path, form)
     assert str(weight_form(tmp_path, "int8")) == "int8"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from paceline.cli.footprint import report_prepared
 from paceline.core.config import ServeConfig
@@ -91,6 +92,7 @@ def test_prepare_says_what_a_model_takes(tmp_path: Path, save_llama: Any) -> Non
 def test_prepare_refuses_what_does_not_fit(tmp_path: Path, save_llama: Any) -> None:
     save_llama()
     (tmp_path / "quantize_config.json").write_text('{"bits": 4, "group_size": 32}')
+    save_file({"model.layers.0.mlp.down_proj.qweight": torch.zeros(4, 4).int()}, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="quantized as GPTQ already"):
         prepared(tmp_path, quantization="mxfp8")
 

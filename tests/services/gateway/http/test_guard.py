@@ -160,7 +160,6 @@ async def test_unknown_paths_tell_nothing(make_gate: MakeGate, path: str) -> Non
 @pytest.mark.parametrize(
     ("path", "end"),
     [
-        ("/v1/embeddings", "; embeddings are not supported yet"),
         ("/chat/completions", "; do you mean /v1/chat/completions?"),
         ("/v1/v1/messages", "; do you mean /v1/messages?"),
         ("/v1/nothing", "/v1/nothing"),

@@ -181,7 +181,8 @@ async def test_strange_bodies_get_an_answer_in_json(plain: Plain) -> None:
             assert answer.status < 500, (path, content, headers, answer)
             if answer.status >= 400:
                 error = json.loads(answer.body)["error"]
-                assert error["message"], (path, content, headers)
+                # Routes of text-embeddings-inference answer as its clients expect: with a text.
+                assert error if isinstance(error, str) else error["message"], (path, content, headers)
 
 
 async def test_a_target_without_a_path_is_answered(plain: Plain) -> None:

@@ -45,7 +45,7 @@ def tokens(work: common_pb2.Work) -> list[int]:
 
 
 def rows(*inputs: int) -> PooledRows:
-    return PooledRows(inputs, [1] * len(inputs), 1, bytes(4 * len(inputs)), {})
+    return PooledRows(list(inputs), [1] * len(inputs), 1, bytes(4 * len(inputs)), {})
 
 
 def test_a_later_attempt_has_the_inputs_without_a_result() -> None:

@@ -123,8 +123,7 @@ class BatchesApi:
 def _check(body: CreateBatch) -> int:
     """Check the body of a new batch. Return its completion window in seconds. Raises ApiError if it is not valid."""
     if body.endpoint not in ENDPOINTS:
-        reason = "embeddings are not supported yet" if body.endpoint == "/v1/embeddings" else "not for batches"
-        message = f"endpoint: {reason}; this server takes {', '.join(ENDPOINTS)}"
+        message = f"endpoint: not for batches; this server takes {', '.join(ENDPOINTS)}"
         raise ApiError(400, message, param="endpoint", code="invalid_endpoint")
     seconds = window_seconds(body.completion_window)
     if seconds is None:

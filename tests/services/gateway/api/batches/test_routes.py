@@ -153,7 +153,7 @@ async def test_a_request_that_comes_again_with_its_key_makes_nothing_new(stack: 
 @pytest.mark.parametrize(
     ("fields", "status"),
     [
-        ({"endpoint": "/v1/embeddings"}, 400),
+        ({"endpoint": "/v1/images/generations"}, 400),
         ({"endpoint": "/fleet"}, 400),
         ({"completion_window": "soon"}, 400),
         ({"input_file_id": "file-none"}, 404),

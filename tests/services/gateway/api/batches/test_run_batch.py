@@ -68,7 +68,7 @@ async def test_a_command_that_runs_again_goes_on(start_batches: StartBatches, tm
 BAD: list[Any] = [
     "no object",
     {},
-    line("url", url="/v1/embeddings"),
+    line("url", url="/v1/images/generations"),
     line("stream", stream=True),
     {**line("method"), "method": "GET"},
     {**line("body"), "body": "text"},
