@@ -20,7 +20,7 @@ def summary(*workers: RemoteWorker) -> FleetSummary:
     return FleetSummary.of(workers, "m")
 
 
-NOTHING = FleetSummary(0, 0, False, False, False, False)
+NOTHING = FleetSummary(0, 0, False, 0, False, False, False)
 
 
 def test_an_empty_fleet_has_nothing() -> None:
