@@ -107,7 +107,8 @@ class TensorSource:
     def _convert(self, part: ReaderTensor, rows: Rows) -> Rows:
         """Return the numbers of some rows, rounded to bf16, as the bits of each: uint16."""
         exact = dequantize(rows, part.tensor_type).astype(np.float32, copy=False)
-        words = (exact + np.float32(self.offset) if self.offset else exact).view(np.uint32)
+        with np.errstate(invalid="ignore"):  # NaN, which is refused below
+            words = (exact + np.float32(self.offset) if self.offset else exact).view(np.uint32)
         numbers = (words + ((words >> 16 & 1) + np.uint32(0x7FFF)) >> 16).astype(np.uint16)
         # NaN with few bits would become a number when it is rounded.
         if ((words & _FP32_INFINITY) == _FP32_INFINITY).any() or ((numbers & _BF16_INFINITY) == _BF16_INFINITY).any():

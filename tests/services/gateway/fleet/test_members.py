@@ -32,6 +32,8 @@ def test_the_longest_context_counts_of_each_role() -> None:
     assert (both.max_model_len, both.max_computing_len, both.has_decode_worker) == (1024, 2048, True)
     alone = summary(worker("decode"))
     assert (alone.max_model_len, alone.max_computing_len) == (512, 512)
+    pool = summary(worker("pool", max_model_len=256), worker("pool"))
+    assert (pool.max_model_len, pool.max_computing_len, pool.computing_workers) == (0, 512, 2)
 
 
 @pytest.mark.parametrize(

@@ -31,18 +31,24 @@ class LinePlaces(NamedTuple):
     """Number of places among `most` that no sequence occupies, as far as this gateway knows."""
 
 
-def places_of(fleet: Iterable[Candidate]) -> LinePlaces:
-    """Return the places for lines. A line needs one at a decode worker, and one at a prefill worker if there is any."""
+def places_of(fleet: Iterable[Candidate], decodes: bool = True) -> LinePlaces:
+    """Return the places for lines. A line needs a place at a worker of each role that computes, if there is any.
+
+    Args:
+        decodes: whether the model generates, so that each line needs a decode worker.
+    """
     found: list[LinePlaces] = []
-    for role in ("decode", "prefill"):
+    for role in ("decode", "prefill", "pool"):
         ready = [each for each in fleet if each.member.role == role and each.member.state == "ready"]
         if ready:
             places = sum(each.member.max_seqs for each in ready)
             used = sum(each.member.load.running + each.member.load.waiting + each.unreported for each in ready)
             most = max(1, places - ceil(RESERVE * places))  # the only place is for both
             found.append(LinePlaces(most, max(0, most - used)))
-        elif role == "decode":
+        elif role == "decode" and decodes:
             return LinePlaces(0, 0)
+    if not found:
+        return LinePlaces(0, 0)
     return LinePlaces(min(each.most for each in found), min(each.free for each in found))
 
 
@@ -54,7 +60,7 @@ class LineGate:
     workers turn out to have no room, for example because their KV memory is full.
 
     Args:
-        has_workers: returns whether a decode worker is ready.
+        has_workers: returns whether a worker is ready that every line needs.
         places: returns the places for lines.
         waiting: returns the number of requests of clients, of all gateways, that wait for a worker.
         clients: returns the number of requests of clients that run here.

@@ -180,7 +180,7 @@ class BatchRunner:
 
 def _gate(model: ModelFleet) -> LineGate:
     return LineGate(
-        lambda: model.fleet.has_decode_worker,
+        lambda: model.fleet.has_worker(model.generates),
         lambda: _places(model),
         model.waiting_requests,
         lambda: model.runner.client_sequences,
@@ -190,6 +190,6 @@ def _gate(model: ModelFleet) -> LineGate:
 
 def _places(model: ModelFleet) -> LinePlaces:
     """Return a model's places for lines. Without a worker, one line may run: its waiting lets a planner start one."""
-    if model.fleet.may_be_empty and not model.fleet.has_decode_worker:
+    if model.fleet.may_be_empty and not model.fleet.has_worker(model.generates):
         return LinePlaces(1, 1)
-    return places_of(model.fleet.snapshot())
+    return places_of(model.fleet.snapshot(), model.generates)

@@ -25,6 +25,8 @@ class ModelCard(AnswerBody):
     root: str
     parent: str | None
     max_model_len: int
+    tasks: list[str]
+    """What the model can do, such as "generate" and "embed"."""
     permission: list[Json]
     embedding_dimensions: int | None
     """Number of elements of an embedding; None if the model does not embed."""

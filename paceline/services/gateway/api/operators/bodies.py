@@ -243,6 +243,7 @@ class Scale(AnswerBody):
     prefill: RoleState
     decode: RoleState
     encode: RoleState
+    pool: RoleState
 
 
 class CacheReset(AnswerBody):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import ConfigDict, RootModel
+from pydantic import ConfigDict, Field, RootModel
 
 from paceline.services.gateway.api.api_schema import AnswerBody
 from paceline.services.gateway.api.openai.bodies import Usage
@@ -70,7 +70,8 @@ class Labels(ListHead):
 class CohereVectors(AnswerBody):
     """The vectors of all texts, by type; other types than the wanted ones are missing."""
 
-    float: list[list[float]] = []
+    # A field with the name of the type would hide the type from the annotations of the class.
+    floats: list[list[float]] = Field([], alias="float")
     int8: list[list[int]] = []
     uint8: list[list[int]] = []
     binary: list[list[int]] = []
