@@ -2,7 +2,8 @@
 
 CONTRASTS = """
 const luminance = (colour) => {
-  const [red, green, blue] = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+  const most = colour.startsWith("color(") ? 1 : 255;  // a mixed colour is color(srgb 0.5 0.7 0.7)
+  const [red, green, blue] = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / most)
     .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
   return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 };
