@@ -31,6 +31,7 @@ one service each, for containers and clusters
   decode MODEL        a worker that turns KV blocks into tokens
   worker MODEL        a worker without a role, which waits until it is given one
   encode MODEL        a worker that turns images, frames and audio into encodings
+  pool MODEL          a worker that turns texts into vectors, scores and labels
   kvtransfer          the owner of a host's KV memory
   planner             adds and drains workers as the load asks
 
@@ -41,7 +42,7 @@ tools
   simulate            predict what a fleet does under a load, and what fleet it needs
   scale ROLE=N        change the numbers of workers of a running stack
   run-batch -i F -o F answer the requests of a file, on a stack of its own or a running one
-  embed -i F -o F     the vectors of the texts of a file, from a running stack
+  embed -i F -o F     write the vectors of a file's texts, which a running stack computes
   prepare MODEL       fetch or convert a model and print its folder
   cache [prune]       show, or remove, converted models and packed weights
   key, token          make a key for --api-keys-file, or the secret that services share
