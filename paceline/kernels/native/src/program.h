@@ -25,9 +25,9 @@ enum Format : int64_t {
     kFormatOffsets = 4,
     kFormatTwoScales = 8,
     kFormatBlocks = 16,  // set for all quantized matrices
-    kFormatRows = 32,    // nibbles for table look-ups, one scale: 16-bit words [out / 4][in] of four outputs
+    kFormatRows = 32,    // nibbles for AMX, looked up by output: 16-bit words [out / 4][in] of four outputs
     kFormatCompressed = 64,  // not quantized: see below
-    kFormatWideWords = 128,  // nibbles for AMX: 32-bit words [in / 8][out % 8][in % 2] of [in / 2 % 4][out / 8]
+    kFormatWideWords = 128,  // nibbles for AMX in fp32: 32-bit words [in / 8][out % 8][in % 2] of [in / 2 % 4][out / 8]
     // Weights are rounded to bf16 unless one of these is set.
     kFormatHalf = 256,  // rounded to fp16
     kFormatUnrounded = 512,
