@@ -174,7 +174,6 @@ def _encode(
     """Return the tokens of all inputs, before they are cut."""
 
     def prepared(text: str) -> str:
-        text = f"{options.prompt}{text}".strip()
         return text.lower() if config.lower_case else text
 
     texts: list[tuple[str | tuple[str, str], str]] = []
@@ -182,9 +181,9 @@ def _encode(
         match each.content:
             case str(text):
                 _check_filled(text, each.place)
-                texts.append((prepared(text), each.place))
+                texts.append((prepared(options.prompt + text), each.place))
             case (str(first), str(second)):
-                texts.append(((prepared(first), second.lower() if config.lower_case else second), each.place))
+                texts.append(((prepared(options.prompt + first), prepared(second)), each.place))
     found = iter(encode_texts(tokenizer, texts, options.add_special_tokens))
     encoded: list[Encoded] = []
     for each in inputs:
@@ -230,8 +229,7 @@ def _prompt_tokens(options: PoolOptions, config: PoolingConfig, tokenizer: Token
     """
     if config.include_prompt or not options.prompt:
         return 0
-    prompt = options.prompt.strip()
-    text = prompt.lower() if config.lower_case else prompt
+    text = options.prompt.lower() if config.lower_case else options.prompt
     (own,) = encode_texts(tokenizer, [(text, "prompt")], options.add_special_tokens)
     return len(own) - own.special_end
 

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.pooling import ROW_TASKS
 from paceline.core.telemetry import request_span
 from paceline.proto import common_pb2
+from paceline.services.common.registry import Member
 from paceline.services.common.tasks import end_tasks, own_cancellation
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
@@ -28,11 +29,13 @@ from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, plan_pool
 from paceline.services.gateway.planning.request_headers import with_headers
 from paceline.services.gateway.sequences.attempt import Event, PooledRows
-from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.sequences.sequence import ReplacedError, SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 Rows = NDArray[np.float32]
 
+MOST_ROUNDS = 4
+"""Number of times that bundles are computed, before a request fails because workers keep getting other weights."""
 RESULT_COST = 4
 """Bytes of memory that are counted for each byte of a result: the message, the array and its text in the answer."""
 BUNDLES_PER_WORKER = 2
@@ -111,6 +114,8 @@ class _Pooling:
         self._places = planned.places
         self._tokens = sum(map(len, planned.token_ids))
         self._rows: list[Rows | None] = [None] * len(planned.places)
+        self._weights = [""] * len(planned.plan.prompts)
+        """`Member.weights` of the worker that computed each bundle; "" if unknown, or if it is not computed."""
         self._request_trace = request_trace
         self._scope = scope
         sizes = [len(prompt.pool.inputs) for prompt in self._plan.prompts if prompt.pool is not None]
@@ -124,51 +129,82 @@ class _Pooling:
         model, trace, scope = self._model, self._request_trace, self._scope
         scope.admission.run()
         scope.resources.close()
-        self._tasks = [asyncio.create_task(self._run_bundle(index)) for index in range(len(self._plan.prompts))]
         model.traces.open(trace)
         try:
             with scope.admission, model.requests.running(trace.request_id, trace.owner, self._abort):
-                await _all_of(self._tasks)
+                await self._run_all()
         finally:
-            await end_tasks(*self._tasks)
-            self._tasks.clear()  # an error's traceback knows this object
             model.traces.close(trace)
             is_computed = any(each.admitted is not None for each in trace.traces)
             scope.admission.settle(self._tokens if is_computed else 0, has_answer=False)
         if trace.is_aborted:
             raise UnavailableError("the request was aborted")
-        if len({each.weights for each in trace.traces if each.weights}) > 1:
-            raise UnavailableError("the model was replaced while the request was computed; send it again")
         return [rows for rows in self._rows if rows is not None]
+
+    async def _run_all(self) -> None:
+        """Compute all bundles with the same weights. If the model is replaced meanwhile, bundles that have the weights
+        from before are computed again.
+
+        Raises the first error of a bundle, and UnavailableError if the model is replaced again and again.
+        """
+        indices, weights = list(range(len(self._plan.prompts))), ""
+        for number in range(MOST_ROUNDS):
+            await self._run_bundles(indices, weights, number)
+            found = {*filter(None, self._weights)}
+            if len(found) < 2 or self._request_trace.is_aborted:
+                return
+            weights = newest_weights((each.member for each in self._model.fleet.snapshot()), found)
+            indices = [index for index, own in enumerate(self._weights) if own not in ("", weights)]
+        raise UnavailableError("the model was replaced again and again while the request was computed; send it again")
+
+    async def _run_bundles(self, indices: Sequence[int], weights: str, number: int) -> None:
+        self._tasks = [asyncio.create_task(self._run_bundle(index, weights, number)) for index in indices]
+        try:
+            await _all_of(self._tasks)
+        finally:
+            await end_tasks(*self._tasks)
+            self._tasks.clear()  # an error's traceback knows this object
 
     def _abort(self) -> None:
         self._request_trace.is_aborted = True
         for task in self._tasks:
             asyncio.get_running_loop().call_soon(task.cancel)
 
-    async def _run_bundle(self, index: int) -> None:
-        model, prompt = self._model, self._plan.prompts[index]
+    async def _run_bundle(self, index: int, weights: str, number: int) -> None:
+        """Compute a bundle with these weights, or with any if they are "" or no worker has them any more.
+
+        Args:
+            number: number of the round.
+        """
         async with self._places_at_workers:
-            trace = self._request_trace.begin(index, len(prompt.token_ids), 0)
-            trace.arrived = self._request_trace.arrived
-            sequence_id = self._request_trace.sequence_id(index)
-            outcome, why = "abort", ""
-            with request_span("request", sequence_id) as span:
-                span.set_attribute("paceline.model", self._request_trace.model)
-                try:
-                    sequence = SequenceRun(sequence_id, self._plan, trace)
-                    with own_cancellation(_cancelled):
-                        await model.runner.run(sequence, partial(self._take, index))
-                    outcome = "stop"
-                except Exception as error:
-                    outcome, why = "error", str(error)
-                    raise
-                finally:
-                    trace.end_attempt(outcome, why)
-                    model.metrics.observe(trace, 0, outcome, background=self._plan.background)
-                    span.add_event("end", {"outcome": outcome})
-                    trace.end(outcome, why, 0)
-                    _log(trace, outcome, self._request_trace.model)
+            try:
+                await self._run_sequence(index, weights, f".{number}" if number else "")
+            except ReplacedError:
+                await self._run_sequence(index, "", f".{number}.any")
+
+    async def _run_sequence(self, index: int, weights: str, suffix: str) -> None:
+        """Compute all inputs of a bundle. `suffix` distinguishes this from earlier times, at workers."""
+        model, prompt = self._model, self._plan.prompts[index]
+        trace = self._request_trace.begin(index, len(prompt.token_ids), 0)
+        trace.arrived, trace.wanted_weights = self._request_trace.arrived, weights
+        sequence_id = self._request_trace.sequence_id(index) + suffix
+        outcome, why = "abort", ""
+        with request_span("request", sequence_id) as span:
+            span.set_attribute("paceline.model", self._request_trace.model)
+            try:
+                sequence = SequenceRun(sequence_id, self._plan, trace)
+                with own_cancellation(_cancelled):
+                    await model.runner.run(sequence, partial(self._take, index))
+                outcome, self._weights[index] = "stop", trace.weights
+            except Exception as error:
+                outcome, why = "error", str(error)
+                raise
+            finally:
+                trace.end_attempt(outcome, why)
+                model.metrics.observe(trace, 0, outcome, background=self._plan.background)
+                span.add_event("end", {"outcome": outcome})
+                trace.end(outcome, why, 0)
+                _log(trace, outcome, self._request_trace.model)
 
     def _take(self, index: int, event: Event) -> None:
         """Keep the results in an event. Raises ApiError if an input has none."""
@@ -185,6 +221,14 @@ class _Pooling:
             part = values[row : row + count]
             self._rows[begin + own] = part if pool.wish.task in ROW_TASKS else part.reshape(-1)
             row += count
+
+
+def newest_weights(members: Iterable[Member], found: Collection[str]) -> str:
+    """Return those of the weights `found` that the member has which started last. If no member has any of them, return
+    the first one by name: then bundles are computed with whatever weights there are.
+    """
+    started = {each.epoch: each.weights for each in members if each.weights in found}
+    return started[max(started)] if started else min(found)
 
 
 async def _all_of(tasks: Sequence[asyncio.Task[None]]) -> None:
