@@ -34,24 +34,35 @@ def write_models(folder: Path, chat: str) -> Path:
     return file
 
 
-class VectorClient:
-    """A client that asks for the vectors of many texts and compares their bits with the undisturbed stack's.
+class VectorClients:
+    """Clients that ask for the vectors of many texts and compare their bits with the undisturbed stack's.
 
     Args:
+        count: number of clients; with 0, nothing is asked and nothing scaled.
         gateways_end: whether gateways may end during a request.
     """
 
-    def __init__(self, http: httpx.AsyncClient, report: Report, gateways_end: bool) -> None:
+    def __init__(self, http: httpx.AsyncClient, count: int, report: Report, gateways_end: bool) -> None:
         self._http = http
+        self._count = count
         self._report = report
         self._gateways_end = gateways_end
         self._expected: list[bytes] = []
 
     async def learn(self) -> None:
         """Record the vectors from the undisturbed stack."""
-        self._expected = await self._ask(TEXTS)
+        self._expected = await self._ask(TEXTS) if self._count else []
 
-    async def run(self, draw: random.Random, over: asyncio.Event) -> None:
+    def start(
+        self, group: asyncio.TaskGroup, draw: random.Random, pause: tuple[float, float], over: asyncio.Event
+    ) -> None:
+        """Start the clients, and a task that adds and drains pool workers, until `over` is set."""
+        for _ in range(self._count):
+            group.create_task(self._run(random.Random(draw.random()), over))
+        if self._count:
+            group.create_task(_rescale(self._http, random.Random(draw.random()), pause, over))
+
+    async def _run(self, draw: random.Random, over: asyncio.Event) -> None:
         """Ask for parts of the texts, one request after another, until `over` is set."""
         while not over.is_set():
             begin, count = draw.randrange(len(TEXTS)), draw.choice((1, 5, 40, 200))
@@ -95,7 +106,7 @@ class WrongAnswerError(Exception):
     """The stack has refused a valid request."""
 
 
-async def rescale(
+async def _rescale(
     http: httpx.AsyncClient, draw: random.Random, pause: tuple[float, float], over: asyncio.Event
 ) -> None:
     """Change the number of pool workers now and then until `over` is set. At the end there are two."""
