@@ -44,9 +44,7 @@ def pool_stack(
         output_of([*compose, "down", "-v", "--timeout", "10"])
 
 
-def test_pool_workers_serve_an_encoder_without_others(
-    pool_stack: Stack, reference: transformers.BertModel
-) -> None:
+def test_pool_workers_serve_an_encoder_without_others(pool_stack: Stack, reference: transformers.BertModel) -> None:
     pool_stack.wait_for_workers("pool", 2)
     assert not pool_stack.containers("prefill") + pool_stack.containers("decode") + pool_stack.containers("kvtransfer")
     body = {"input": ["a b c", "d"]}

@@ -332,8 +332,7 @@ def test_pool_workers_are_as_many_as_the_calls_need() -> None:
     calm = run(planner, lambda at: pool_report(at, 1, 2), 6)
     assert {decision.wanted["pool"] for decision in calm} == {1}
     busy = run(planner, lambda at: pool_report(at, 1, 14), 3, first=30.0)
-    assert busy[-1].wanted["pool"] in (4, 5)
-    assert "tokens/s" in busy[-1].line
+    assert busy[0].wanted["pool"] in (4, 5)
     idle = run(planner, lambda at: pool_report(at, 4, 0), 20, first=45.0)
     assert any(decision.wanted["pool"] < 4 for decision in idle)
     asleep = run(planner, lambda at: pool_report(at, 0, 0), 2, first=145.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InvalidRequestError
@@ -122,6 +122,17 @@ def plan_pool(
         token_ids=[each.token_ids for each in pooled],
         cut_tokens=[len(before) - len(after) for before, after in zip(encoded, fitted, strict=True)],
         result_bytes=sum(sizes),
+    )
+
+
+def join_plans(plans: Sequence[PoolPlan]) -> PoolPlan:
+    """Return one plan for the inputs of several ones, in order."""
+    return PoolPlan(
+        plan=replace(plans[0].plan, prompts=[prompt for each in plans for prompt in each.plan.prompts]),
+        places=[place for each in plans for place in each.places],
+        token_ids=[ids for each in plans for ids in each.token_ids],
+        cut_tokens=[cut for each in plans for cut in each.cut_tokens],
+        result_bytes=sum(each.result_bytes for each in plans),
     )
 
 

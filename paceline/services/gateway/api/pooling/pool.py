@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, plan_pool
+from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, join_plans, plan_pool
 from paceline.services.gateway.planning.request_headers import with_headers
 from paceline.services.gateway.sequences.attempt import Event, PooledRows
 from paceline.services.gateway.sequences.sequence import ReplacedError, SequenceRun
@@ -80,14 +80,28 @@ async def pool(model: ModelFleet, request: Request, inputs: Sequence[TextInput],
         BusyError, UnavailableError: no worker had room or was ready in time, or the request failed too often.
         ClientLeftError: the client disconnected.
     """
+    (pooled,) = await pool_parts(model, request, [(inputs, options)])
+    return pooled
+
+
+async def pool_parts(
+    model: ModelFleet, request: Request, parts: Sequence[tuple[Sequence[TextInput], PoolOptions]]
+) -> list[Pooled]:
+    """Compute inputs with different options, such as queries and documents, and return the results of each part.
+
+    All parts are checked before anything is computed, and the results of all parts are of one model. Raises the errors
+    of `pool`.
+    """
     config, scope = model.pooling, scope_of(request)
-    if config is None or options.task not in config.tasks:
-        raise ApiError(400, f"the model {model.name!r} does not compute {options.task}", param="model")
+    for _, options in parts:
+        if config is None or options.task not in config.tasks:
+            raise ApiError(400, f"the model {model.name!r} does not compute {options.task}", param="model")
+    assert config is not None
     served = await model.served_model(request, common_pb2.WORK_KIND_POOL)
     workers = model.fleet.summary.computing_workers
-    plan = partial(plan_pool, inputs, options, config, served.tokenizer, served.max_model_len, workers)
-    is_small = sum(len(each.content) for each in inputs) <= SMALL_CHARACTERS
-    planned = plan() if is_small else await aside(request, plan)
+    given = config, served.tokenizer, served.max_model_len, workers
+    plans = await _planned(request, parts, lambda inputs, options: plan_pool(inputs, options, *given))
+    planned = join_plans(plans)
     scope.memory.take(scope.owner, RESULT_COST * planned.result_bytes)
     full = with_headers(planned.plan, request)
     full = dataclasses.replace(full, cache_salt=model.cache_salts.salt(scope.caller, full.cache_salt))
@@ -95,8 +109,22 @@ async def pool(model: ModelFleet, request: Request, inputs: Sequence[TextInput],
     scope.admission.charge(sum(map(len, planned.token_ids)), 0)
     scope.resources.callback(scope.admission.refund)
     trace = RequestTrace.of(full, scope, endpoint=request.url.path, model=model.name, streamed=False)
-    rows = await until_disconnect(request.receive, _Pooling(model, planned, trace, scope, workers).run())
-    return Pooled(rows, planned.token_ids, planned.cut_tokens)
+    rows = iter(await until_disconnect(request.receive, _Pooling(model, planned, trace, scope, workers).run()))
+    return [Pooled(list(itertools.islice(rows, len(own.places))), own.token_ids, own.cut_tokens) for own in plans]
+
+
+async def _planned(
+    request: Request,
+    parts: Sequence[tuple[Sequence[TextInput], PoolOptions]],
+    plan: Callable[[Sequence[TextInput], PoolOptions], PoolPlan],
+) -> list[PoolPlan]:
+    """Return the plan of each part. It is made on a thread unless the texts are short."""
+
+    def plan_all() -> list[PoolPlan]:
+        return [plan(inputs, options) for inputs, options in parts]
+
+    is_small = sum(len(each.content) for inputs, _ in parts for each in inputs) <= SMALL_CHARACTERS
+    return plan_all() if is_small else await aside(request, plan_all)
 
 
 class _Pooling:

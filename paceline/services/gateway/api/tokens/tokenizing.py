@@ -113,7 +113,9 @@ def tokens_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) 
                 "start": None if special else start,
                 "stop": None if special else stop,
             }
-            for token, special, (start, stop) in zip(own.ids, own.special_tokens_mask, own.offsets, strict=True)
+            for token, special, (start, stop) in zip(
+                own.ids, own.special_tokens_mask, tokenizer.offsets(text, add_special_tokens), strict=True
+            )
         ]
         for text, own in zip(texts, encodings, strict=True)
     ]

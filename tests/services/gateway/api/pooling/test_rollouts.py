@@ -60,7 +60,13 @@ async def test_what_was_computed_again_is_one_request_in_the_trace(rollout: Stac
     answer = await rollout.http.post("/v1/embeddings", json={"input": TEXTS}, headers={"x-request-id": "r"})
     assert answer.status_code == 200
     trace = (await rollout.http.get("/trace/r")).json()
-    assert trace["outcome"] == "finished"
+    assert trace["state"] == "finished"
+
+
+async def test_a_query_and_its_documents_have_the_same_weights(rollout: Stack) -> None:
+    answer = await rollout.post("/rerank", query="hello", documents=TEXTS)
+    assert answer.status_code == 200, answer.text
+    assert sorted(texts_at(rollout, "new")) == sorted(["q: hello", *(f"d: {text}" for text in TEXTS)])
 
 
 def test_the_newest_weights_are_those_of_the_last_start() -> None:
