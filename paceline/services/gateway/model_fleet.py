@@ -44,16 +44,15 @@ from paceline.services.gateway.planning.sampling import LogprobRules
 from paceline.services.gateway.planning.scoring import Scoring
 from paceline.services.gateway.planning.sharing import CacheSalts, SharedPrompts, read_shared_prompts
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
 from paceline.services.gateway.sequences.kinds import KINDS
+from paceline.services.gateway.sequences.notices import PlacementLog
 from paceline.services.gateway.sequences.patience import life_seconds
 from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.sequences.running import RunningRequests
 from paceline.services.gateway.telemetry.feed import Feed
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.telemetry.metrics import Metrics
-from paceline.services.gateway.telemetry.trace_book import TraceBook
+from paceline.services.gateway.telemetry.trace_book import RunningRequests, TraceBook
 from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 
 

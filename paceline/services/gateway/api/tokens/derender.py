@@ -34,7 +34,7 @@ from paceline.services.gateway.planning.token_schemas import (
     TokensUsage,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.sequences.attempt import Generated
+from paceline.services.gateway.sequences.progress import Generated
 
 Json = dict[str, Any]
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.gateway.sequences import attempt_starter
-from paceline.services.gateway.sequences.attempt_starter import Homes
+from paceline.services.gateway.routing import prefix_index
+from paceline.services.gateway.routing.prefix_index import Homes
 
 
 def test_each_client_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attempt_starter, "MOST_KEYS", 2)
+    monkeypatch.setattr(prefix_index, "MOST_KEYS", 2)
     found = Homes()
     found.put("me", "k", "h1")
     found.put("me", "", "h1")
