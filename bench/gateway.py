@@ -39,8 +39,7 @@ from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
 from paceline.services.common.unix_socket import UnixListener
-from paceline.services.decode.event_socket import EventConnection
-from paceline.services.decode.outbox import Outbox, Outboxes
+from paceline.services.decode.outbox import EventConnection, Outbox, Outboxes
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 

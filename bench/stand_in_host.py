@@ -17,11 +17,11 @@ from paceline.core.context import HASH_BYTES, Context
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
 from paceline.proto.fleet_pb2 import HostReport
-from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.streams import BlockBatch
 from paceline.services.kvtransfer.events import BlockEventPublisher
 
 FINGERPRINT = "stand-in"

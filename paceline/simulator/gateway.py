@@ -7,8 +7,8 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import InvalidRequestError
+from paceline.core.prefix import BlockHolders
 from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
 from paceline.core.step_times import Profile
 from paceline.services.gateway.http.errors import NoRoomError

@@ -18,7 +18,7 @@ from paceline.core.pooling_choice import pooling_choice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
-from paceline.services.common.garbage import collect_when_idle
+from paceline.services.common.lifecycle import collect_when_idle
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.http.access.keys import AccessBook

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context, encoding_context
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
-from paceline.services.common.block_stream import BlockBatch
+from paceline.core.prefix import BlockHolders
+from paceline.services.common.streams import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
 """Largest number of blocks of one host in the index. Further blocks are ignored."""
