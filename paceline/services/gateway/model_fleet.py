@@ -38,8 +38,7 @@ from paceline.services.gateway.planning.constraints.compiler import ConstraintCo
 from paceline.services.gateway.planning.media.loader import MediaService
 from paceline.services.gateway.planning.media.preparation import MediaPreparer
 from paceline.services.gateway.planning.media.processors.families import read_processor
-from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel
-from paceline.services.gateway.planning.request_headers import timeout_of
+from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel, timeout_of
 from paceline.services.gateway.planning.sampling import LogprobRules
 from paceline.services.gateway.planning.scoring import Scoring
 from paceline.services.gateway.planning.sharing import CacheSalts, SharedPrompts, read_shared_prompts

@@ -22,9 +22,8 @@ from paceline.services.gateway.http.middleware import is_valid_id
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import unenforced_header
-from paceline.services.gateway.planning.plan import Plan
+from paceline.services.gateway.planning.plan import Plan, with_headers
 from paceline.services.gateway.planning.request_body import NamedRequest
-from paceline.services.gateway.planning.request_headers import with_headers
 from paceline.services.gateway.planning.schemas import GenerationRequest, StreamOptions
 from paceline.services.gateway.planning.token_schemas import TokensRequest
 from paceline.services.gateway.sequences.traces import RequestTrace

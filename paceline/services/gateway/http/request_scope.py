@@ -1,7 +1,8 @@
 """The scope of a request, and the threads for work on its body.
 
-The scope has the gateway's data about one HTTP request besides its head and its body. The threads are shared: callers
-take turns, so that no caller occupies all of them.
+The scope has the gateway's data about one HTTP request besides its head and its body. Of the head, only the key that
+makes a request idempotent is read here. The threads are shared: callers take turns, so that no caller occupies all of
+them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import hashlib
 import os
+import re
 import time
 import uuid
 from collections import Counter, deque
@@ -25,6 +28,7 @@ from paceline.core.request_classes import BACKGROUND
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
 from paceline.services.gateway.http.access.meter import Admission
 from paceline.services.gateway.http.bounds import Bounds, JsonCount, RequestMemory
+from paceline.services.gateway.http.errors import ApiError
 
 WAITING_THREADS, MOST_THREADS = 4, 16
 """Number of threads in addition to one for each core, because a thread waits while a long text is tokenized; and the
@@ -202,3 +206,36 @@ async def aside(request: Request, work: Callable[..., T], *args: Any) -> T:
     """Run `work` for a request on a thread of the gateway's pool, in the caller's turn, and return its result."""
     scope = scope_of(request)
     return await scope.pool.run(scope.owner, work, *args)
+
+
+IDEMPOTENCY_KEY = "Idempotency-Key"
+
+MAX_KEY_CHARACTERS = 255
+
+
+def id_of_made(request: Request) -> str:
+    """Return 32 hexadecimal digits for the id of the object that a request makes, such as a response or a batch.
+
+    The digits are random, or a digest of the caller, the path and the header Idempotency-Key. So a client that repeats
+    a request, because no answer came, gets the object that its first try made.
+
+    Raises ApiError if the header is not valid.
+    """
+    key = request.headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return uuid.uuid4().hex
+    if not re.fullmatch(rf"[!-~]{{1,{MAX_KEY_CHARACTERS}}}", key):
+        message = f"{IDEMPOTENCY_KEY} must be 1 to {MAX_KEY_CHARACTERS} visible ASCII characters without spaces"
+        raise ApiError(400, message, param=IDEMPOTENCY_KEY)
+    # A path has no spaces, and the owner is hexadecimal.
+    return hashlib.sha256(f"{scope_of(request).owner} {request.url.path} {key}".encode()).hexdigest()[:32]
+
+
+def key_was_used(made: str) -> ApiError:
+    """Return the error for an Idempotency-Key that an earlier request with another body had.
+
+    Args:
+        made: id of the object that the earlier request made.
+    """
+    message = f"{IDEMPOTENCY_KEY}: an earlier request with this key had another body and made {made}; take a new key"
+    return ApiError(422, message, param=IDEMPOTENCY_KEY, code="idempotency_key_reused")
