@@ -104,7 +104,6 @@ class Worker:
         self.pooler = pooler
         self.intake = Intake(loaded, kv)
         self._streams = EventStreams()
-        self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
@@ -123,7 +122,7 @@ class Worker:
         self.engine = Engine(
             Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._pool),
             self.runner,
-            on_events=self._on_loop(self.dispatcher.take),
+            on_events=self._on_loop(lambda events: self.dispatcher.take(events)),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
@@ -131,7 +130,7 @@ class Worker:
             peers=memory.peers,
             itl_target=limits.itl_target,
         )
-        self.dispatcher.engine = self.engine
+        self.dispatcher = Dispatcher(self.engine, kv, self._streams, self.media)
         self.encoding: EncodeHandler | None = None
         """None if the model has no encoders."""
         if self.encodings is not None and loaded.load_encoders is not None:
