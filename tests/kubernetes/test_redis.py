@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from bench.services import free_port
+from bench.common.services import free_port
 from paceline.core.errors import UnavailableError
 from paceline.services.common.credentials import with_password
 from paceline.services.common.secret import make_secret

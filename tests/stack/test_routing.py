@@ -12,7 +12,7 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from bench.namespaces import ONE_HOST
+from bench.common.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context
 from paceline.services.common.member_signatures import UNSIGNED
