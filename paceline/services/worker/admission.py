@@ -32,6 +32,7 @@ class WorkerAdmission:
         self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._emptied = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def admit(self, background: bool = False) -> AsyncIterator[None]:
@@ -89,6 +90,12 @@ class WorkerAdmission:
             self._deadlines.remove(deadline)
             if not self._deadlines:
                 self._idle.set()
+                self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Wait until the last running request has ended since the call before. Only one task may wait."""
+        await self._emptied.wait()
+        self._emptied.clear()
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key, background: bool = False) -> Iterator[Callable[[], bool]]:
