@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.gateway.alone import alone as gateway
+from bench.gateway import alone as gateway
 from tests.services.gateway.toy_model import write_toy_model
 
 
