@@ -25,8 +25,7 @@ class WorkerAdmission:
         """Requests that were admitted and have not ended."""
         self.draining = False
         """Whether new requests are refused. `drain` sets it."""
-        self.on_draining: Callable[[], None] = lambda: None
-        """Called each time that the worker begins to drain."""
+        self._drain_listeners: list[Callable[[], None]] = []
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
         """For each preempted request, in order of preemption, whether it is of the background."""
@@ -116,11 +115,16 @@ class WorkerAdmission:
         """Number of requests that were preempted and wait for blocks."""
         return len(self._preempted)
 
+    def listen(self, on_draining: Callable[[], None]) -> None:
+        """Call `on_draining` from now on each time that the worker begins to drain."""
+        self._drain_listeners.append(on_draining)
+
     def begin_drain(self) -> None:
         """Refuse new requests from now on."""
         if not self.draining:
             self.draining = True
-            self.on_draining()
+            for on_draining in self._drain_listeners:
+                on_draining()
 
     async def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until nothing runs. Then end the remaining requests with DrainingError.
