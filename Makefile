@@ -30,6 +30,9 @@ FIND_PYTHON = for python in $(PYTHON) python3 python3.11 python3.12 python3.13 p
 	if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$python"; exit; fi; done; \
 	echo "Paceline needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3" >&2; exit 1
 
+# Tests start hundreds of processes. Without bytecode on disk, each would compile all modules that it imports again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help serve test lint unit proof chaos proto lock test-thorough test-compose test-aarch64 bench bench-smoke dist test-dist docs clean
 
 help: ## show this list
@@ -53,11 +56,11 @@ unit: $(TEST_READY) ## the quick tests only
 lint: $(READY) ## style, types, import contracts, names of classes, generated files
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy -p paceline
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m tests.class_names
-	$(BIN)/python -m paceline.proto.generate --check
-	$(BIN)/python docs/generate.py --check
+	@# mypy takes longer than the other checks together, so these run beside it.
+	$(BIN)/mypy -p paceline & types=$$!; others=0; \
+	{ $(BIN)/lint-imports --no-logo && $(BIN)/python -m tests.class_names && \
+	$(BIN)/python -m paceline.proto.generate --check && $(BIN)/python docs/generate.py --check; } || others=$$?; \
+	wait $$types && exit $$others
 
 proof: $(READY) ## check the handoff protocol and the planner: every state of small worlds, 10,000 seeds of larger ones; takes 1.5 hours
 	$(BIN)/python -m tests.proof.explore --faults 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from types import CodeType
 
@@ -34,7 +35,10 @@ def _present_meaning(file: str) -> object:
 
 def _meaning(file: str, text: str) -> object:
     """Return what a Python or YAML file means. Raises an error if it is none."""
-    return list(yaml.safe_load_all(text)) if file.endswith(".yaml") else _of_code(compile(text, file, "exec"))
+    if file.endswith(".yaml"):
+        return list(yaml.safe_load_all(text))
+    with warnings.catch_warnings(action="ignore"):  # a bug may be one of which the compiler warns
+        return _of_code(compile(text, file, "exec"))
 
 
 def _of_code(code: CodeType) -> object:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import transformers
 
+from tests.services.pool.tiny_bert import write_tiny_bert
 from tests.stack.collector import Collector, collect
 from tests.stack.processes import Stack, serve
 from tests.stack.stacks import STACKS, Way, way_of
@@ -46,4 +48,21 @@ def stack(
     with serve(
         folder / "log", way.model, *options, environment={"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
     ) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.BertModel]:
+    """The folder of a tiny encoder, and its reference."""
+    folder = tmp_path_factory.mktemp("encoder")
+    return folder, write_tiny_bert(folder)
+
+
+@pytest.fixture(scope="session")
+def encoder_stack(
+    encoder: tuple[Path, transformers.BertModel], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Stack]:
+    """A stack of the tiny encoder with two workers, whose steps are of few tokens, so that each request takes many."""
+    options = ("--pool=2", "--threads=1", "--max-batched-tokens=64", "--max-seqs=32")
+    with serve(tmp_path_factory.mktemp("pool") / "log", str(encoder[0]), *options, fleets=0) as running:
         yield running

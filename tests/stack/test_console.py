@@ -15,7 +15,7 @@ import pytest
 from tests.services.gateway.planning.media.samples import image_file
 from tests.services.gateway.planning.media.samples import picture as drawing
 from tests.services.gateway.toy_model import write_toy_media_model
-from tests.services.pool.tiny_bert import WORDS, write_tiny_bert
+from tests.services.pool.tiny_bert import WORDS
 from tests.stack.browser import Browser, browser, is_installed
 from tests.stack.page_checks import CONTRASTS, UNNAMED
 from tests.stack.processes import Stack, serve
@@ -241,17 +241,8 @@ def test_the_theme_can_be_chosen_and_is_kept(window: Browser, stack: Stack) -> N
     window.prefer("light")
 
 
-@pytest.fixture(scope="module")
-def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """A stack of a tiny encoder with random weights."""
-    folder = tmp_path_factory.mktemp("embedding")
-    write_tiny_bert(folder)
-    with serve(folder / "log", str(folder), "--threads=1", fleets=0) as stack:
-        yield stack
-
-
-def test_texts_are_compared_and_ranked(window: Browser, embedding: Stack) -> None:
-    show(window, embedding)
+def test_texts_are_compared_and_ranked(window: Browser, encoder_stack: Stack) -> None:
+    show(window, encoder_stack)
     window.wait("!document.querySelector('nav a[href=\"#/embed\"]').hidden")
     window.click("nav a[href='#/embed']")
     window.wait("document.getElementById('texts')")

@@ -105,7 +105,9 @@ async def test_tokens_are_those_of_transformers_also_when_workers_are_killed(
         await stack.settled()
 
 
-@pytest.mark.parametrize("model", ["qwen3_vl", pytest.param("edge", marks=pytest.mark.thorough)], indirect=True)
+# In `make test`, decode workers read images in tests/services/worker/test_media.py, and Qwen 3-VL is in tests/engine.
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["qwen3_vl", "edge"], indirect=True)
 async def test_a_stack_without_prefill_workers_reads_images(model: Model, tmp_path: Path) -> None:
     options = ("--dtype=float32", "--prefill=0", "--threads=1", "--max-batched-tokens=64", "--kv-memory=12MiB")
     with serve(tmp_path / "log", str(model.folder), *options) as stack:

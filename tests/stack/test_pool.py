@@ -6,7 +6,7 @@ import asyncio
 import base64
 import os
 import signal
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,8 +15,8 @@ import openai
 import pytest
 import transformers
 
-from tests.services.pool.tiny_bert import WORDS, expected_embedding, write_tiny_bert
-from tests.stack.processes import Stack, serve
+from tests.services.pool.tiny_bert import WORDS, expected_embedding
+from tests.stack.processes import Stack
 from tests.stack.test_scaling import scale
 
 pytestmark = pytest.mark.stack
@@ -26,19 +26,13 @@ CLIENTS = 6
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> transformers.BertModel:
-    folder = tmp_path_factory.getbasetemp() / "pool" / "encoder"
-    folder.mkdir(parents=True)
-    return write_tiny_bert(folder)
+def reference(encoder: tuple[Path, transformers.BertModel]) -> transformers.BertModel:
+    return encoder[1]
 
 
 @pytest.fixture(scope="module")
-def stack(reference: transformers.BertModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.getbasetemp() / "pool"
-    # Steps of few tokens, so that each request takes many.
-    options = ("--pool=2", "--threads=1", "--max-batched-tokens=64", "--max-seqs=32")
-    with serve(folder / "log", str(folder / "encoder"), *options, fleets=0) as running:
-        yield running
+def stack(encoder_stack: Stack) -> Stack:
+    return encoder_stack
 
 
 async def embed(client: httpx.AsyncClient, texts: list[str]) -> list[bytes]:
