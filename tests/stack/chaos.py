@@ -35,8 +35,8 @@ from typing import Protocol
 import httpx
 import psutil
 
-from bench.namespaces import Host, NoNamespacesError
-from bench.namespaces import two_hosts as joined_hosts
+from bench.common.namespaces import Host, NoNamespacesError
+from bench.common.namespaces import two_hosts as joined_hosts
 from paceline.core.env import default_cache_dir
 from paceline.models.sources.assets import resolve_model
 from paceline.services.common.tasks import end_tasks

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.namespaces import Host
-from bench.services import Process, free_port
+from bench.common.namespaces import Host
+from bench.common.services import Process, free_port
 
 SETTLE_SECONDS = 30.0
 

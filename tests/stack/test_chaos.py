@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.namespaces import NoNamespacesError
+from bench.common.namespaces import NoNamespacesError
 from tests.stack.chaos import Plan, chaos, one_host, two_hosts
 from tests.stack.chaos_clients import Client, Report, attempts, completions
 from tests.stack.processes import Stack, arenas

@@ -38,7 +38,7 @@ from paceline.services.gateway.api.tokens.label_scores import add_label_scores
 from paceline.services.gateway.api.tokens.render_api import add_render_api
 from paceline.services.gateway.api.tokens.routes import add_token_api
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.cors import cors_options
+from paceline.services.gateway.http.access.callers import cors_options
 from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.error_responses import install_error_handlers

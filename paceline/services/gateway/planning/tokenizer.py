@@ -19,7 +19,7 @@ from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
-from paceline.services.gateway.http.texts import NOT_UNICODE
+from paceline.services.gateway.http.errors import NOT_UNICODE
 from paceline.services.gateway.planning.chat_template import ChatTemplate, Message
 from paceline.services.gateway.planning.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.marks import MediaMarks, ReservedTokens

@@ -16,10 +16,18 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.pool_bundle import PoolBundle
-from paceline.services.gateway.sequences.attempt import Event, Generated, HandedOver, PooledRows, PromptScores
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.failures import ProgressStep
-from paceline.services.gateway.sequences.progress import AttemptAsked, ProgressEvent, SequenceProgress
+from paceline.services.gateway.sequences.progress import (
+    AttemptAsked,
+    Event,
+    Generated,
+    HandedOver,
+    PooledRows,
+    ProgressEvent,
+    ProgressStep,
+    PromptScores,
+    SequenceProgress,
+)
 from paceline.services.gateway.sequences.traces import SequenceTrace
 
 

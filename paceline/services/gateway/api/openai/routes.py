@@ -25,8 +25,7 @@ from paceline.services.gateway.api.openai.bodies import (
     TokenizerInfo,
     Tokens,
 )
-from paceline.services.gateway.api.openai.chat_format import ChatFormat
-from paceline.services.gateway.api.openai.completion_format import CompletionFormat
+from paceline.services.gateway.api.openai.formats import ChatFormat, CompletionFormat
 from paceline.services.gateway.api.respond import choose_id, respond, start, whole
 from paceline.services.gateway.api.response_format import Json
 from paceline.services.gateway.gateway import Gateway

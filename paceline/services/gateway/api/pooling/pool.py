@@ -25,9 +25,9 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.plan import with_headers
 from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, plan_pool
-from paceline.services.gateway.planning.request_headers import with_headers
-from paceline.services.gateway.sequences.attempt import Event, PooledRows
+from paceline.services.gateway.sequences.progress import Event, PooledRows
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
