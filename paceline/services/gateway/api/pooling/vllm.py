@@ -15,7 +15,7 @@ from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
 from paceline.services.gateway.api.pooling.conversations import InputOrMessages
 from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond, written
-from paceline.services.gateway.api.pooling.inputs import choose_model
+from paceline.services.gateway.api.pooling.inputs import choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
@@ -74,6 +74,8 @@ class VllmPoolingApi:
             dimensions=body.dimensions,
             normalize=body.use_activation if task in ("embed", "token_embed") else None,
             activation=body.use_activation,
+            prompt=_prompt_of(model, body),
+            role=body.role,
             add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
@@ -84,7 +86,11 @@ class VllmPoolingApi:
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "classify")
         options = body.pool_options(
-            model, "classify", activation=body.use_activation, add_special_tokens=body.add_special_tokens is not False
+            model,
+            "classify",
+            activation=body.use_activation,
+            prompt=_prompt_of(model, body),
+            add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
         pooled = await pool(model, request, await body.inputs(model, request), options)
@@ -99,6 +105,11 @@ class VllmPoolingApi:
             return json_response({**head, "data": entries})
 
         return await written(request, pooled.rows, write)
+
+
+def _prompt_of(model: ModelFleet, body: InputOrMessages) -> str:
+    """Return the text of the prompt that a request names; "" if it names none, because not all tasks have a default."""
+    return "" if body.prompt_name is None else prompt_named(model, body.prompt_name, "prompt_name")
 
 
 def label_names(model: ModelFleet, row: Values) -> list[str]:
