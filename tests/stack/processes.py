@@ -68,7 +68,8 @@ class Stack:
 
     def living(self, role: str) -> list[int]:
         """Return the pids of this role's processes that were ready and have not ended."""
-        newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
+        # With several models, the name of a worker has its model in front.
+        newest = dict(re.findall(rf"^  ((?:\S+/)?{role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
         return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
 
     def family(self) -> list[psutil.Process]:

@@ -34,6 +34,7 @@ from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, Ev
 from paceline.services.worker.intake import Intake
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
+from paceline.services.worker.pool_counts import PoolCounts
 from paceline.services.worker.request_media import RequestMediaTable
 from paceline.services.worker.work_check import check_encode, check_pool, check_pool_contexts, check_work
 from paceline.services.worker.worker_role import WorkerRole
@@ -132,6 +133,7 @@ class Worker:
             itl_target=limits.itl_target,
         )
         self.dispatcher = Dispatcher(self.engine, kv, self._streams, self.media)
+        self.pooled = PoolCounts()
         self.encoding: EncodeHandler | None = None
         """None if the model has no encoders."""
         if self.encodings is not None and loaded.load_encoders is not None:
@@ -195,6 +197,8 @@ class Worker:
         yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
         if (counts := self._pool.counts()) is not None:
             yield from counts.samples()
+        if self.pooler is not None:
+            yield from self.pooled.samples()
         if self.encoding is not None:
             yield from self.encoding.encoder.samples()
 

@@ -219,9 +219,9 @@ class Tokenizer:
         (encoded,) = self._encoder.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.offsets)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_string(self, token_id: int) -> str:
         """Return the vocabulary's own spelling of a token; "" for an id without a token."""

@@ -103,9 +103,13 @@ class TrafficBook:
         totals.prompt_tokens.add(len(sequence.prompt.token_ids))
         totals.media_items += len(sequence.prompt.media)
         self._running.add(running)
+        began = time.monotonic()
         is_refused = False
         try:
             yield
+            if sequence.prompt.pool is not None:
+                # A large request waits for its own earlier bundles, so each counts from its own begin.
+                totals.ttft.add(time.monotonic() - began)
         except (BusyError, UnavailableError):
             is_refused = sequence.trace.admitted is None
             raise

@@ -31,6 +31,10 @@ from paceline.services.gateway.sequences.progress import (
 from paceline.services.gateway.sequences.traces import SequenceTrace
 
 
+class ReplacedError(UnavailableError):
+    """No worker has the weights that began a sequence: the model was replaced."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceRun:
     """One sequence from its arrival to its end. Create it inside the sequence's trace span.
@@ -164,7 +168,7 @@ class SequenceRun:
     def unreachable(self) -> UnavailableError:
         """Return the error for a sequence that is given up because no fitting worker could be reached in time."""
         if self.progress.is_left_behind:
-            return UnavailableError(
+            return ReplacedError(
                 f"the request was given up {self.place()}, because no worker has the weights that began its answer: "
                 "the model has been replaced; send the request again"
             )

@@ -47,6 +47,8 @@ _SHOWN_FIGURES = (
     "draft_tokens",
     "accepted_tokens",
     "queued_tokens",
+    "pooled_tokens",
+    "pool_waiting_tokens",
     "encodings_computed",
     "encodings_waiting",
 )

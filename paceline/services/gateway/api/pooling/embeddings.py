@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Embeddings
-from paceline.services.gateway.api.pooling.conversations import ConversationFields
+from paceline.services.gateway.api.pooling.conversations import InputOrMessages
 from paceline.services.gateway.api.pooling.encoding import EncodingFields, respond
 from paceline.services.gateway.api.pooling.inputs import choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import pool
@@ -20,11 +20,13 @@ from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 
 
-class EmbeddingRequest(ConversationFields, EncodingFields):
-    """The body of POST /v1/embeddings: `input`, or conversations in `messages` for models with a chat template."""
+class EmbeddingRequest(InputOrMessages, EncodingFields):
+    """The body of POST /v1/embeddings."""
 
     dimensions: int | None = Field(None, ge=1)
     """Length to which embeddings are cut before they get the length 1. Default: the model's own."""
+    prompt_name: str | None = None
+    """Name of the model's prompt that stands before each text. Default: the model's default prompt, if it has one."""
     use_activation: bool | None = None
     """Whether embeddings get the length 1. Default: as the checkpoint says."""
 
@@ -52,7 +54,7 @@ class EmbeddingsApi:
     async def embed(self, body: EmbeddingRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "embed")
         response_id = choose_id(body.request_id, request)
-        inputs = await body.all_inputs(model, request)
+        inputs = await body.inputs(model, request)
         body.check_count(len(inputs))
         options = body.pool_options(
             model,
