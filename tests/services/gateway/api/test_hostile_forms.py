@@ -1,4 +1,4 @@
-"""`bench.hostile_bodies` attacks every route for clients, with bodies that are as large as the limits allow."""
+"""`bench.gateway.hostile_bodies` attacks every route for clients, with bodies that are as large as the limits allow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.hostile_forms import ALIASES, BYTES, MODELS, Attack, attacks, combined, routes
+from bench.gateway.hostile_forms import ALIASES, BYTES, MODELS, Attack, attacks, combined, routes
 from paceline.services.gateway.http.paths import DECISIONS, Access
 from tests.services.gateway.conftest import StartStack
 
