@@ -38,7 +38,7 @@ from paceline.models.registry import MODELS
 
 _HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
-_POOLING_HEADS = ("score.",)
+_POOLING_HEADS = ("score.", "custom_text_proj.", "embedding_proj_layer.", "vlm.lm_head.")
 """Beginnings of the names of tensors that poolers read."""
 
 Built = TypeVar("Built")
@@ -131,7 +131,7 @@ def load_encoders(
     def build(pack: Pack) -> Encoders:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
         encoders = make_encoders(config, dtype, device, checkpoint, kernels)
-        checkpoint.finish(TEXT)
+        checkpoint.finish((*TEXT, *_POOLING_HEADS))
         return encoders
 
     return _with_packed(build, path, dtype, Packer(kernels, device), packed_dir, "-encoders")

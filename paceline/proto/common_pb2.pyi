@@ -415,28 +415,22 @@ class PoolInput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SECOND_START_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    MEDIA_FIELD_NUMBER: _builtins.int
     second_start: _builtins.int
     """Number of tokens before the second text of a pair; 0 if the input is a single text."""
     prompt_tokens: _builtins.int
     """Number of tokens at the front that are an instruction, for models that leave it out of their means."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """Spans of media in token_ids, in order."""
-
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         second_start: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
-        media: _abc.Iterable[Global___MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "prompt_tokens", b"prompt_tokens", "second_start", b"second_start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "second_start", b"second_start", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -628,7 +622,7 @@ class Work(_message.Message):
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """In order, and apart from each other."""
+        """In order, and apart from each other. Work of the kind POOL with media has one input, to which the spans belong."""
 
     @_builtins.property
     def media_input(self) -> Global___MediaInput:

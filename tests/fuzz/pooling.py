@@ -130,7 +130,9 @@ class PoolFuzz:
             return None
         self.slowest = max(self.slowest, time.monotonic() - begun)
         self.statuses[answer.status_code] += 1
-        if answer.status_code >= 500:
+        # TEI has 424 for failures of the server, and for tasks that a model does not have.
+        is_failure = answer.status_code == 424 and "does not compute" not in answer.text
+        if answer.status_code >= 500 or is_failure:
             self.wrong.append(f"{place}: {answer.status_code} {answer.text[:300]}")
         elif answer.status_code != 200 and not _is_clear(answer):
             self.wrong.append(f"{place}: no clear error: {answer.text[:300]}")

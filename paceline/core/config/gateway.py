@@ -64,7 +64,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     convert: Convert = option(
         "auto",
         "auto: the model's folder says whether it makes vectors, scores or labels. embed: a model that only generates "
-        "makes vectors, too, as --pooler-config says; they are good only if it was trained for it",
+        "makes vectors, too, as --pooler-config says; they are good only if it was trained for it. score: such a model "
+        "ranks by the logits of yes and no after its prompt, as Qwen3-Reranker does",
         "model",
     )
     pooler_config: str = option(

@@ -36,7 +36,7 @@ from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
 from paceline.services.worker.pool_counts import PoolCounts
 from paceline.services.worker.request_media import RequestMediaTable
-from paceline.services.worker.work_check import check_encode, check_pool, check_pool_texts, check_work
+from paceline.services.worker.work_check import check_encode, check_pool, check_pool_contexts, check_work
 from paceline.services.worker.worker_role import WorkerRole
 
 Argument = TypeVar("Argument")
@@ -260,7 +260,7 @@ class Worker:
             check_encode(work, self.limits.max_model_len)
         elif work.kind == pb.WORK_KIND_POOL:
             check_pool(work, self.limits.max_model_len)
-            check_pool_texts(work, self._facts.vocab_size)
+            check_pool_contexts(work, self._facts.vocab_size, self._facts.has_grids)
         elif self._facts.only_pools:
             raise InvalidRequestError("this model gives vectors or labels, and no text", "model")
         else:

@@ -130,6 +130,7 @@ class SequenceRun:
             background=plan.background,
             ttft_seconds=ttft_seconds,
             kind=plan.kind,
+            media=[span_to_pb(span) for span in self.prompt.media],
             pool=pool.work(self._asked),
         )
 

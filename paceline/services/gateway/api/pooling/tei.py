@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic_core import to_json
 
 import paceline
-from paceline.core.pooling import POOL_TASKS, PoolTask
+from paceline.core.pooling import POOL_TASKS, PoolRole, PoolTask
 from paceline.services.gateway.api.api_schema import answers, errors_of
 from paceline.services.gateway.api.pooling.bodies import (
     AllVectors,
@@ -176,7 +176,8 @@ class TeiApi:
     async def _pool(self, body: TeiRequest, request: Request, task: PoolTask, **options: Any) -> Sequence[Values]:
         model = choose_model(self._gateway, body.model, task)
         prompt = prompt_named(model, body.prompt_name, "prompt_name")
-        wanted = PoolOptions(task=task, prompt=prompt, truncate=body.side, **options)
+        role: PoolRole | None = "query" if body.prompt_name == "query" else None
+        wanted = PoolOptions(task=task, prompt=prompt, role=role, truncate=body.side, **options)
         return (await pool(model, request, body.text_inputs(), wanted)).rows
 
 

@@ -24,7 +24,7 @@ from paceline.services.gateway.api.pooling.encoding import (
     written,
     written_json,
 )
-from paceline.services.gateway.api.pooling.inputs import choose_model
+from paceline.services.gateway.api.pooling.inputs import choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
@@ -83,6 +83,8 @@ class VllmPoolingApi:
             dimensions=body.dimensions,
             normalize=body.use_activation if task in ("embed", "token_embed") else None,
             activation=body.use_activation,
+            prompt=_prompt_of(model, body),
+            role=body.role,
             add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
@@ -93,7 +95,11 @@ class VllmPoolingApi:
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "classify")
         options = body.pool_options(
-            model, "classify", activation=body.use_activation, add_special_tokens=body.add_special_tokens is not False
+            model,
+            "classify",
+            activation=body.use_activation,
+            prompt=_prompt_of(model, body),
+            add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
         pooled = await pool(model, request, await body.inputs(model, request), options)
@@ -108,6 +114,11 @@ class VllmPoolingApi:
             return written_json(json_object(head, data=json_list(map(to_json, entries))))
 
         return await written(request, pooled.rows, write)
+
+
+def _prompt_of(model: ModelFleet, body: InputOrMessages) -> str:
+    """Return the text of the prompt that a request names; "" if it names none, because not all tasks have a default."""
+    return "" if body.prompt_name is None else prompt_named(model, body.prompt_name, "prompt_name")
 
 
 def label_names(model: ModelFleet, row: Values) -> list[str]:
