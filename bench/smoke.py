@@ -99,6 +99,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.serving.transformers_peer": "{model} --rounds 1",
     "bench.transfer.transport": "--rounds 1 --blocks 2 --block-kib 16 --one-host",
     "tests.fuzz.constraints": "--model {model} --count 20",
+    "tests.fuzz.pooling": "--count 20",
     "tests.fuzz.run": "--seconds 2",
     "tests.proof.simulate": "--seeds 10",
     "tests.stack.families": "--family llama --prompts 1 --tokens 4",

@@ -134,7 +134,9 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     stored_files: int = option(
         1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
     )
-    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_size: Size = option(
+        "2GiB", "size of all files that each API key may have, and of the answers of one batch", "store"
+    )
     stored_files_seconds: float = option(
         30 * 86400.0,
         "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "

@@ -25,8 +25,9 @@ from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import KeyUse, LoadReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.lifecycle import unique_name
-from paceline.services.common.pins import release_pins, write_pins
+from paceline.services.common.pins import write_pins
 from paceline.services.common.registry import Member, Registrar
+from paceline.services.common.seals import Seal
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
@@ -106,6 +107,7 @@ class ModelFleet:
         shared.abilities[self.name] = self.abilities
         self.scoring = Scoring(tokenizer, config.score_tokens, config.score_template)
         self._shared = shared
+        self._seal = Seal(shared.credentials.secret)
         self._draining = False
         self.metrics = Metrics(self.name, shared.classes)
         shared.metrics.add(self.name, self.metrics.registry)
@@ -289,10 +291,7 @@ class ModelFleet:
         """
         redis, cluster = self._shared.redis, self.config.cluster
         try:
-            if numbers:
-                await write_pins(redis, cluster, numbers)
-            if release:
-                await release_pins(redis, cluster, release)
+            await write_pins(redis, cluster, self._seal, {**numbers, **dict.fromkeys(release)})
         except (RedisError, OSError) as error:
             raise UnavailableError(f"the planner cannot be told, because Redis does not answer ({error})") from error
 
