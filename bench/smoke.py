@@ -64,6 +64,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.kv_cache": "{model} --context 64 --batch 1 --tokens 2 --rounds 1 --text README.md --text-tokens 600",
     "bench.limits": "{model} --seconds 2",
     "bench.load": "--url {url} --workload one",
+    "bench.lora": "{model} --rounds 1 --rank 2",
     "bench.media_hostile": "--count 20 --warm-up 5 --quiet-seconds 1",
     "bench.media_ttft": "--rounds 1 --burst 1 --layers 1",
     "bench.messages": "--messages 8 --rounds 1",

@@ -77,6 +77,8 @@ async def pool(model: ModelFleet, request: Request, inputs: Sequence[TextInput],
         BusyError, UnavailableError: no worker had room or was ready in time, or the request failed too often.
         ClientLeftError: the client disconnected.
     """
+    if model.adapter is not None:
+        raise ApiError(400, f"{model.name!r} is an adapter, which only generates text; name its model", param="model")
     config, scope = model.pooling, scope_of(request)
     if config is None or options.task not in config.tasks:
         raise ApiError(400, f"the model {model.name!r} does not compute {options.task}", param="model")
