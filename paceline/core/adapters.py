@@ -85,12 +85,12 @@ def _entries_of_json(text: str) -> list[tuple[str, str]]:
         raise ConfigError(f"--lora-modules is not JSON ({error}); write {_EXAMPLE}") from None
     entries = []
     for value in values if isinstance(values, list) else [values]:
-        pair = (value.get("name"), value.get("path")) if isinstance(value, dict) else (None, None)
-        if not all(isinstance(each, str) and each for each in pair):
+        name, path = (value.get("name"), value.get("path")) if isinstance(value, dict) else (None, None)
+        if not (isinstance(name, str) and name and isinstance(path, str) and path):
             raise ConfigError(
                 '--lora-modules: each adapter is a JSON object like {"name": "sql", "path": "/loras/sql"}'
             )
-        entries.append(pair)
+        entries.append((name, path))
     return entries
 
 

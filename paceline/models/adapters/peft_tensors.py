@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -82,10 +82,10 @@ def _view(key: str, entry: dict[str, Any], content: bytearray, start: int) -> Te
         entry: what the header says about the tensor.
         start: place of the first tensor's bytes.
     """
-    name, shape, ends = (entry.get(part) for part in ("dtype", "shape", "data_offsets"))
-    if not all(isinstance(each, list) and all(type(number) is int for number in each) for each in (shape, ends)):
+    name, shape, ends = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not (_are_numbers(shape) and _are_numbers(ends)):
         raise _damaged(f"{key:.200} has no shape or no place")
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ModelError(f"{TENSORS_FILE}: {key:.200} has the dtype {name!r:.40}; it must be F32, F16 or BF16")
     dtype, count = _DTYPES[name], math.prod(shape)
     if len(ends) != 2 or min(shape, default=1) < 0 or not 0 <= ends[0] <= ends[1] <= len(content) - start:
@@ -98,6 +98,10 @@ def _view(key: str, entry: dict[str, Any], content: bytearray, start: int) -> Te
     if begin % dtype.itemsize:
         content, begin = content[begin : start + ends[1]], 0
     return torch.frombuffer(content, dtype=dtype, count=count, offset=begin).view(shape)
+
+
+def _are_numbers(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(number) is int for number in value)
 
 
 def _damaged(why: str) -> ModelError:
