@@ -16,6 +16,7 @@ from paceline.core.adapters import TENSORS_FILE
 from paceline.core.errors import ModelError
 
 _MOST_HEADER_BYTES = 16 << 20
+_MOST_DIMENSIONS = 4
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.(weight|bias)")
 _REFUSED = {
@@ -92,8 +93,8 @@ def _view(key: str, entry: dict[str, Any], content: bytearray, start: int) -> Te
         raise _damaged(f"{key:.200} lies outside of the file")
     if ends[1] - ends[0] != count * dtype.itemsize:
         raise _damaged(f"{key:.200} has other bytes than its shape")
-    if not count:
-        return torch.empty(shape, dtype=dtype)
+    if not count or len(shape) > _MOST_DIMENSIONS:
+        raise ModelError(f"{TENSORS_FILE}: {key:.200} has the shape {shape!s:.80}")
     begin = start + ends[0]
     if begin % dtype.itemsize:
         content, begin = content[begin : start + ends[1]], 0
@@ -119,7 +120,7 @@ def _read_key(key: str) -> tuple[str, str]:
 
 
 def _check_tensor(key: str, tensor: Tensor, dimensions: int) -> None:
-    if tensor.dim() != dimensions or 0 in tensor.shape:
+    if tensor.dim() != dimensions:
         raise ModelError(f"{TENSORS_FILE}: {key:.200} has the shape {list(tensor.shape)}")
     if not tensor.isfinite().all():
         raise ModelError(f"{TENSORS_FILE}: {key:.200} has NaN or infinity")

@@ -200,7 +200,19 @@ def test_any_damage_is_refused_or_harmless(tmp_path: Path) -> None:
             load_adapter(AdapterFiles(files.config, damaged), layers(), torch.float32, AdapterRules())
 
 
+def header(**entry: object) -> bytes:
+    text = json.dumps({Q0: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], **entry}}).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(16)
+
+
 HEADERS = [
+    header(shape=[0, 10**30]),
+    header(shape=[1] * 5000, data_offsets=[0, 4]),
+    header(shape=[-1, -4], data_offsets=[0, 16]),
+    header(shape=[4], data_offsets=[8, 24]),
+    header(shape=[4], data_offsets=[16, 0]),
+    header(shape="4"),
+    header(dtype=["F32"]),
     b"\xff" * 7 + b"\x7f",
     struct.pack("<Q", 4) + b"null",
     struct.pack("<Q", 9) + b'{"x": []}',
