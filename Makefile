@@ -85,7 +85,7 @@ test-aarch64: $(READY) ## build for aarch64 by a cross compiler and test under e
 	tests/emulation/aarch64.sh $(ARGS)
 
 bench: $(READY) ## load a running server, e.g. make bench ARGS='--help'
-	$(BIN)/python -m bench.load $(ARGS)
+	$(BIN)/python -m bench.serving.load $(ARGS)
 
 bench-smoke: $(READY) ## every measuring command of CONTRIBUTING.md and the pages of results, in a form of seconds
 	$(BIN)/python -m bench.smoke $(ARGS)

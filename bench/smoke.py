@@ -1,7 +1,7 @@
 """Run every measuring command of CONTRIBUTING.md and the pages of results for seconds, so that none breaks unseen.
 
     python -m bench.smoke                                       # or `make bench-smoke`
-    python -m bench.smoke bench.headline --vllm VENV            # only this command, with vLLM's client
+    python -m bench.smoke bench.serving.headline --vllm VENV            # only this command, with vLLM's client
 
 A command passes if it ends with status 0; nobody looks at its figures. The model is random, with two small layers and
 SmolLM2's tokenizer. Commands that need something which this machine lacks are named at the end. The exit code is 1 if
@@ -23,8 +23,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bench.services import free_port
-from bench.systems import System, ending_on_sigterm, running
+from bench.common.services import free_port
+from bench.common.systems import System, ending_on_sigterm, running
 from paceline.core.env import default_cache_dir
 from paceline.models.sources.assets import resolve_model
 
@@ -34,66 +34,71 @@ TOKENIZER = "smollm2-135m-instruct"
 
 COMMANDS: Mapping[str, str] = {
     # The first two make the files that others read.
-    "bench.experts": "model {model} --tokenizer {tokenizer} --hidden 128 --layers 2 --experts 4 --top-k 2 --inner 64"
-    " --heads 4 --vocab 49152",
-    "bench.experts_gguf": "{model} {folder}/tiny.gguf",
-    "bench.agent_loop": "{url} --calls 2 --flood-tokens 300 --result-words 5",
-    "bench.batches": "--lines 4 --rounds 1 --seconds 1",
-    "bench.cache_policy": "agents --blocks 1000 --policies lru --owners 10",
-    "bench.cache_survey": "--traces agents --blocks 1000",
-    "bench.compare": "a={url} b={url} --rounds 1 --workload shared-prefix",
-    "bench.control_plane": "{model} --workers 16 --gateways 1 --processes 1 --blocks 10 --rate 2 --seconds 1 --settle 3"
-    " --fault-seconds 1 --changes 1",
-    "bench.cores": "--rows 1 --rounds 1",
-    "bench.decode_loop": "{model} --batch 1 --text story --tokens 8 --rounds 1",
-    "bench.early_stop": "--width 96 --tokens 64 --generated 2 --chunk 32 --rounds 1",
-    "bench.encode": "--tokens 14 --rounds 1 --layers 1",
-    "bench.equality": "{model} --requests 4 --concurrency 2 --way 'synchronous, ngram'",
-    "bench.flips": "--actions 1 --requests 2",
-    "bench.formats": "{model} --format int4 --starts 1",
-    "bench.forward": "{model} --rounds 1",
-    "bench.gateway": "{model} --streams 2 --tokens 8 --rounds 1 --parsers",
-    "bench.gateway_streams": "{model} --streams 4 --tokens 12 --workers 2 --consoles 1 --seconds 1 --rounds 1",
+    "bench.compute.experts": "model {model} --tokenizer {tokenizer} --hidden 128 --layers 2 --experts 4 --top-k 2"
+    " --inner 64 --heads 4 --vocab 49152",
+    "bench.compute.experts_gguf": "{model} {folder}/tiny.gguf",
+    "bench.cache.agent_loop": "{url} --calls 2 --flood-tokens 300 --result-words 5",
+    "bench.serving.batches": "--lines 4 --rounds 1 --seconds 1",
+    "bench.cache.policy": "agents --blocks 1000 --policies lru --owners 10",
+    "bench.cache.survey": "--traces agents --blocks 1000",
+    "bench.serving.compare": "a={url} b={url} --rounds 1 --workload shared-prefix",
+    "bench.fleet.control_plane": "{model} --workers 16 --gateways 1 --processes 1 --blocks 10 --rate 2 --seconds 1"
+    " --settle 3 --fault-seconds 1 --changes 1",
+    "bench.compute.cores": "--rows 1 --rounds 1",
+    "bench.compute.decode_loop": "{model} --batch 1 --text story --tokens 8 --rounds 1",
+    "bench.compute.early_stop": "--width 96 --tokens 64 --generated 2 --chunk 32 --rounds 1",
+    "bench.compute.encode": "--tokens 14 --rounds 1 --layers 1",
+    "bench.serving.equality": "{model} --requests 4 --concurrency 2 --way 'synchronous, ngram'",
+    "bench.fleet.flips": "--actions 1 --requests 2",
+    "bench.compute.formats": "{model} --format int4 --starts 1",
+    "bench.compute.forward": "{model} --rounds 1",
+    "bench.gateway.alone": "{model} --streams 2 --tokens 8 --rounds 1 --parsers",
+    "bench.gateway.streams": "{model} --streams 4 --tokens 12 --workers 2 --consoles 1 --seconds 1 --rounds 1",
     "bench.gpu": "--out {folder}/gpu --small --only copies --only handoff --only experts",
-    "bench.handoff": "--model {model} --prompt-tokens 100 --requests 2",
-    "bench.headline": "a={url} b={url} --client {vllm} --tokenizer {model} --workload one --prompts 2 --rounds 1",
-    "bench.hops": "",
-    "bench.hostile_bodies": "--bodies 2 --seconds 0.5 --no-goal --only /tokenize --only /v1/completions/derender",
-    "bench.hosts": "{model} --prompt-tokens 100 --requests 2",
-    "bench.kernels": "--rounds 1 --only rms_norm",
-    "bench.kv_cache": "{model} --context 64 --batch 1 --tokens 2 --rounds 1 --text README.md --text-tokens 600",
-    "bench.limits": "{model} --seconds 2",
-    "bench.load": "--url {url} --workload one",
-    "bench.lora": "{model} --rounds 1 --rank 2",
-    "bench.media_hostile": "--count 20 --warm-up 5 --quiet-seconds 1",
-    "bench.media_ttft": "--rounds 1 --burst 1 --layers 1",
-    "bench.messages": "--messages 8 --rounds 1",
-    "bench.overhead": "--model {model} --rounds 1 --workload one",
-    "bench.overload": "{model} --seconds 2 --probe-seconds 1",
-    "bench.phases": "{url} --workload one",
-    "bench.placed": "--help",
-    "bench.placement": "--workers 20 --placements 5",
-    "bench.planner": "--minutes 4 --warm-up 1 --only",
-    "bench.planner_live": "{model} --minutes 0.2 --warm-up 0 --only planner",
-    "bench.pod_lifecycle": "--streams 2 --concurrency 2 --pods 1 --hurry 20",
-    "bench.pooling": "a=http://127.0.0.1:{port} b=http://127.0.0.1:{other_port} --model all-minilm-l6-v2 --rounds 1"
+    "bench.transfer.handoff": "--model {model} --prompt-tokens 100 --requests 2",
+    "bench.serving.headline": "a={url} b={url} --client {vllm} --tokenizer {model} --workload one"
+    " --prompts 2 --rounds 1",
+    "bench.gateway.hops": "",
+    "bench.gateway.hostile_bodies": "--bodies 2 --seconds 0.5 --no-goal --only /tokenize"
+    " --only /v1/completions/derender",
+    "bench.transfer.hosts": "{model} --prompt-tokens 100 --requests 2",
+    "bench.compute.kernels": "--rounds 1 --only rms_norm",
+    "bench.compute.lora": "{model} --rounds 1 --rank 2",
+    "bench.compute.kv_cache": "{model} --context 64 --batch 1 --tokens 2 --rounds 1 --text README.md --text-tokens 600",
+    "bench.serving.limits": "{model} --seconds 2",
+    "bench.serving.load": "--url {url} --workload one",
+    "bench.gateway.media_hostile": "--count 20 --warm-up 5 --quiet-seconds 1",
+    "bench.serving.media_ttft": "--rounds 1 --burst 1 --layers 1",
+    "bench.transfer.messages": "--messages 8 --rounds 1",
+    "bench.serving.overhead": "--model {model} --rounds 1 --workload one",
+    "bench.serving.overload": "{model} --seconds 2 --probe-seconds 1",
+    "bench.serving.phases": "{url} --workload one",
+    "bench.serving.placed": "--help",
+    "bench.gateway.placement": "--workers 20 --placements 5",
+    "bench.fleet.planner": "--minutes 4 --warm-up 1 --only",
+    "bench.fleet.planner_live": "{model} --minutes 0.2 --warm-up 0 --only planner",
+    "bench.fleet.pod_lifecycle": "--streams 2 --concurrency 2 --pods 1 --hurry 20",
+    "bench.serving.pooling": "a=http://127.0.0.1:{port} b=http://127.0.0.1:{other_port} --model all-minilm-l6-v2"
     " --start 'a={serve} all-minilm-l6-v2 --port {port}' --start 'b={serve} all-minilm-l6-v2 --port {other_port}'"
-    " --tokens 16 --clients 1 --batch 2 --seconds 0.5",
-    "bench.prefix": "{model} --prompt-tokens 100 --prompts 1 --turns 1 --kv-memory 64MiB",
-    "bench.q4": "--peer {llama} --gguf {folder}/tiny.gguf --prompt-tokens 32 --tokens 4 --requests 1 --rounds 1",
-    "bench.rolling_upgrade": "{model} --streams 4 --clients 1 --tokens 4",
-    "bench.routing": "{model} --rounds 1 --systems 1 --system-tokens 50 --conversations 1 --turns 1 --kv-memory 64MiB",
-    "bench.scaling": "{model} --batch 1 --context 64 --tokens 2 --rounds 1",
-    "bench.simulate_error": "{model} --load 'short chats' --load burst-32 --rounds 1 --seconds 5",
-    "bench.simulate_scale": "--trace {trace} --workers 8 --requests 50",
-    "bench.soak": "--hours 0.005 --rate 4",
-    "bench.start": "--model {model} --rounds 1",
-    "bench.structured": "--url {url} --count 2",
-    "bench.structured_pair": "{url} {url} --count 1",
-    "bench.swap": "--model {model} --prompts 16 --prompt-tokens 200 --tokens 8 --rounds 1 --concurrency 2 --small 1MiB",
-    "bench.tools": "--url {url} --count 2 --max-tokens 64",
-    "bench.transformers_peer": "{model} --rounds 1",
-    "bench.transport": "--rounds 1 --blocks 2 --block-kib 16 --one-host",
+    " --rounds 1 --tokens 16 --clients 1 --batch 2 --seconds 0.5",
+    "bench.cache.prefix": "{model} --prompt-tokens 100 --prompts 1 --turns 1 --kv-memory 64MiB",
+    "bench.serving.q4": "--peer {llama} --gguf {folder}/tiny.gguf --prompt-tokens 32 --tokens 4"
+    " --requests 1 --rounds 1",
+    "bench.fleet.rolling_upgrade": "{model} --streams 4 --clients 1 --tokens 4",
+    "bench.cache.routing": "{model} --rounds 1 --systems 1 --system-tokens 50 --conversations 1"
+    " --turns 1 --kv-memory 64MiB",
+    "bench.compute.scaling": "{model} --batch 1 --context 64 --tokens 2 --rounds 1",
+    "bench.fleet.simulate_error": "{model} --load 'short chats' --load burst-32 --rounds 1 --seconds 5",
+    "bench.fleet.simulate_scale": "--trace {trace} --workers 8 --requests 50",
+    "bench.serving.soak": "--hours 0.005 --rate 4",
+    "bench.serving.start": "--model {model} --rounds 1",
+    "bench.serving.structured": "--url {url} --count 2",
+    "bench.serving.structured_pair": "{url} {url} --count 1",
+    "bench.transfer.swap": "--model {model} --prompts 16 --prompt-tokens 200 --tokens 8 --rounds 1"
+    " --concurrency 2 --small 1MiB",
+    "bench.serving.tools": "--url {url} --count 2 --max-tokens 64",
+    "bench.serving.transformers_peer": "{model} --rounds 1",
+    "bench.transfer.transport": "--rounds 1 --blocks 2 --block-kib 16 --one-host",
     "tests.fuzz.constraints": "--model {model} --count 20",
     "tests.fuzz.run": "--seconds 2",
     "tests.proof.simulate": "--seeds 10",
@@ -110,12 +115,12 @@ def _root(values: Mapping[str, str]) -> str:
 
 
 NEEDS: Mapping[str, Check] = {
-    "bench.headline": lambda values: "" if values["vllm"] else "vLLM's client: --vllm VENV",
-    "bench.q4": lambda values: "" if values["llama"] else "llama-cpp-python: --llama VENV",
-    "bench.hosts": _root,
-    "bench.prefix": _root,
-    "bench.media_hostile": _root,
-    "bench.rolling_upgrade": lambda values: "the release before, which takes minutes to build",
+    "bench.serving.headline": lambda values: "" if values["vllm"] else "vLLM's client: --vllm VENV",
+    "bench.serving.q4": lambda values: "" if values["llama"] else "llama-cpp-python: --llama VENV",
+    "bench.transfer.hosts": _root,
+    "bench.cache.prefix": _root,
+    "bench.gateway.media_hostile": _root,
+    "bench.fleet.rolling_upgrade": lambda values: "the release before, which takes minutes to build",
 }
 
 
@@ -160,7 +165,7 @@ def run_all(names: list[str], values: Mapping[str, str]) -> tuple[dict[str, str]
 def main() -> int:
     ending_on_sigterm()
     parser = argparse.ArgumentParser(prog="python -m bench.smoke", description=__doc__.splitlines()[0])
-    parser.add_argument("commands", nargs="*", metavar="NAME", help="commands to run, such as bench.load [all]")
+    parser.add_argument("commands", nargs="*", metavar="NAME", help="commands to run, such as bench.serving.load [all]")
     parser.add_argument("--vllm", default="", metavar="VENV", help="environment with vLLM's benchmark client")
     parser.add_argument("--llama", default="", metavar="VENV", help="environment with llama-cpp-python")
     options = parser.parse_args()

@@ -87,7 +87,7 @@ def _speed(gained: Mapping[str, float], seconds: float) -> list[str]:
     def share(name: str) -> str:
         return f"{100 * gained.get(name, 0) / seconds:.1f}%"
 
-    tokens = gained.get("sampled_tokens", gained.get("pooled_tokens", 0))
+    tokens = gained.get("sampled_tokens", 0) + gained.get("pooled_tokens", 0)
     rates = [tokens / seconds, gained.get("steps", 0) / seconds]
     return [
         *(f"{rate:.1f}" for rate in rates),

@@ -33,13 +33,16 @@ def render(told: Json) -> list[str]:
     ]
     if told["earlier"]:
         lines.append(f"earlier requests with this id: {', '.join(told['earlier'])}")
+    pools = "task" in told["asked"]
     for part in told["parts"]:
-        several = f"choice {part['index']}: " if told["sequences"] > 1 else ""
-        lines += ["", f"{several}{part['prompt_tokens']} prompt tokens, at most {part['max_tokens']} to generate"]
+        several = f"{'bundle' if pools else 'choice'} {part['index']}: " if told["sequences"] > 1 else ""
+        size = "tokens" if pools else f"prompt tokens, at most {part['max_tokens']} to generate"
+        lines += ["", f"{several}{part['prompt_tokens']} {size}"]
         lines.append(f"workers know it as {part['sequence_id']}")
-        lines += [_row(*line) for line in _part(part)]
-    if left := told["sequences"] - len(told["parts"]):
-        lines += ["", f"{left} more choices, which have not begun or were left out"]
+        lines += [_row(*line) for line in _part(part, pools)]
+    # A bundle that was computed again has several parts.
+    if left := told["sequences"] - len({part["index"] for part in told["parts"]}):
+        lines += ["", f"{left} more {'bundles' if pools else 'choices'}, which have not begun or were left out"]
     return lines
 
 
@@ -58,7 +61,7 @@ def _asked(told: Json) -> str:
     return "; ".join(words)
 
 
-def _part(part: Json) -> Iterator[Line]:
+def _part(part: Json, pools: bool) -> Iterator[Line]:
     yield part["began_ms"], "begin", ""
     for attempt in part["attempts"]:
         yield from sorted(_attempt(attempt), key=lambda line: line[0] or 0.0)
@@ -66,8 +69,8 @@ def _part(part: Json) -> Iterator[Line]:
         yield None, "attempts", f"{left} more, which failed before the last one"
     if end := part["end"]:
         why = f": {end['why']}" if end["why"] else ""
-        tokens = f"{end['generated_tokens']} tokens in {_count(end['attempts'], 'attempt')}"
-        yield end["at_ms"], "end", f"{end['reason']}{why}; {tokens}"
+        made = "" if pools else f"{end['generated_tokens']} tokens in "
+        yield end["at_ms"], "end", f"{end['reason']}{why}; {made}{_count(end['attempts'], 'attempt')}"
 
 
 def _attempt(attempt: Json) -> Iterator[Line]:

@@ -67,6 +67,11 @@ def test_workers_of_several_models_stand_below_their_names() -> None:
     assert [line.split()[5] for line in (lines[2], lines[4])] == ["10.0", "30.0"]
 
 
+def test_pooled_tokens_count_beside_those_that_are_generated() -> None:
+    before, now = fleet(pooled_tokens=100, sampled_tokens=5), fleet(pooled_tokens=900, sampled_tokens=25)
+    assert render(before, now, 4.0)[1].split()[5] == "205.0"
+
+
 def test_the_work_of_encoders_is_shown() -> None:
     before, now = fleet(encodings_computed=2, encode_seconds=1.0), fleet(encodings_computed=12, encode_seconds=2.0)
     assert render(before, now, 4.0)[1].split()[-4:] == ["2.5", "25.0%", "-", "-"]

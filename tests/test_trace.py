@@ -103,6 +103,18 @@ def test_choices_that_are_not_shown_are_counted() -> None:
     assert lines[-1].startswith("4 more choices")
 
 
+def test_bundles_of_inputs_are_shown_as_such() -> None:
+    """A bundle that was computed again, because the model was replaced, is shown twice and counts once."""
+    asked = {"task": "embed", "inputs": 80, "dimensions": None, "normalize": None, "activation": None}
+    end = {"at_ms": 9.0, "reason": "stop", "why": "", "generated_tokens": 0, "attempts": 2}
+    answer = told(attempt(), asked=asked, sequences=2)
+    answer["parts"] = [{**answer["parts"][0], "index": index, "end": end} for index in (0, 1, 1)]
+    lines = render(answer)
+    assert lines[1].startswith("embed of 80 inputs")
+    assert [line for line in lines if line.startswith("bundle")] == [f"bundle {index}: 7 tokens" for index in (0, 1, 1)]
+    assert lines[-1].endswith("stop; 2 attempts")
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[str, dict[str, Any]]]:
     """An HTTP server that answers with the status and body that a test sets, and records the path and the API key."""

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from bench.compute.loop import machine
 from bench.gpu.timing import median_seconds, pick_device
-from bench.loop import machine
 from paceline.kernels.block_copies import BlockCopies
 
 BLOCK_BYTES = (8 << 10, 64 << 10, 512 << 10, 2 << 20)

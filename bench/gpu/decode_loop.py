@@ -26,9 +26,9 @@ env.share_cores()
 
 import torch  # noqa: E402
 
+from bench.compute.loop import Run, machine, print_header, print_rows, run, summary  # noqa: E402
 from bench.gpu.random_model import CIRCLE, LLAMA_8B, TINY, RandomWeights, load_random  # noqa: E402
 from bench.gpu.step_clock import DeviceTimes, StepClock, WatchedModel  # noqa: E402
-from bench.loop import Run, machine, print_header, print_rows, run, summary  # noqa: E402
 from paceline.core.speculative import SpeculativeConfig  # noqa: E402
 from paceline.engine.loading import Loaded  # noqa: E402
 from paceline.kernels import select_kernels  # noqa: E402

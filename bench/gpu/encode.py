@@ -4,7 +4,7 @@
     python -m bench.gpu.encode --out encode.json --small    # a tiny tower on any machine, in seconds
 
 The tower is that of Gemma 4 E2B with random weights in bf16. All ways take the same pixels.
-`python -m bench.media_ttft --device cuda` measures times to first tokens without and with an encode worker.
+`python -m bench.serving.media_ttft --device cuda` measures times to first tokens without and with an encode worker.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.encode import TEXT, inputs_of_transformers, pixels_of
+from bench.common.media_model import SMALL_VISION, VISION, write_media_model
+from bench.compute.encode import TEXT, inputs_of_transformers, pixels_of
+from bench.compute.loop import machine
 from bench.gpu.timing import median_seconds, options_of, pick_device
-from bench.loop import machine
-from bench.media_model import SMALL_VISION, VISION, write_media_model
 from paceline.core.media import MediaKind
 from paceline.kernels import select_kernels
 from paceline.kernels.encoding import Tower

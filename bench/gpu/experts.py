@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.compute.loop import machine
 from bench.gpu.timing import median_seconds, options_of, pick_device, read_bandwidth, recorded
-from bench.loop import machine
 from paceline.kernels import select_kernels
 from paceline.kernels.experts import ExpertWeights
 from paceline.kernels.interface import Kernels

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.forward import make_batch
+from bench.compute.forward import make_batch
+from bench.compute.loop import machine
 from bench.gpu.random_model import GEMMA_27B, LLAMA_8B, TINY, TINY_GEMMA, RandomWeights, load_random
 from bench.gpu.timing import matrix_peak, median_seconds, options_of, pick_device, read_bandwidth
 from bench.gpu.transformers_peer import Peer
-from bench.loop import machine
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.runner import layer_caches
 from paceline.kernels import select_kernels

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.compute.loop import machine
 from bench.gpu.copies import BLOCK_BYTES, SMALL_BLOCK_BYTES, places
 from bench.gpu.timing import median_seconds, pick_device
-from bench.loop import machine
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.engine.pool_directory import BlockCopy
 from paceline.kernels.block_copies import BlockCopies

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from bench.compute.kernels import BLOCK_TOKENS, Case, Shape, attention_case, linear_case, row_cases
+from bench.compute.loop import machine
 from bench.gpu.timing import matrix_peak, median_seconds, options_of, pick_device, read_bandwidth, recorded
-from bench.kernels import BLOCK_TOKENS, Case, Shape, attention_case, linear_case, row_cases
-from bench.loop import machine
 from paceline.kernels import select_kernels
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.caches import view_pool

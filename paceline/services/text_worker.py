@@ -13,7 +13,7 @@ import grpc.aio
 from paceline.core.config import WorkerConfig
 from paceline.proto import worker_pb2_grpc
 from paceline.services.common.registry import Role
-from paceline.services.decode.event_socket import EventConnection
+from paceline.services.decode.outbox import EventConnection
 from paceline.services.decode.service import DecodeService
 from paceline.services.prefill.service import PrefillService
 from paceline.services.worker.compute import ComputeService, handlers_of

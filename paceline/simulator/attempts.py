@@ -11,9 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.prefix import BlockHolders
 from paceline.core.step_times import Delay, Profile
 from paceline.services.gateway.routing.candidates import Placement
 from paceline.services.kvtransfer.ledger.lease import TRANSFER

@@ -7,8 +7,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.cache_policy.registry import find_policy
+from paceline.core.prefix import BlockHolders
 from paceline.core.step_times import Profile, WorkerTimes
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events

@@ -7,13 +7,13 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.errors import InvalidRequestError
+from paceline.core.prefix import BlockHolders
 from paceline.core.request_classes import BACKGROUND, DEFAULT, NO_CLASSES, Classes
 from paceline.core.step_times import Profile
 from paceline.services.gateway.http.errors import NoRoomError
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
-from paceline.services.gateway.queueing.claim import Demand, QueueClaim
+from paceline.services.gateway.queueing.fair_order import Demand, QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need
 from paceline.services.gateway.routing.router import place

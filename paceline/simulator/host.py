@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 
 from paceline.core.block_counts import Counts
-from paceline.core.block_holders import BlockHolders
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.errors import BusyError
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, KVGroup, KVLayout
+from paceline.core.prefix import BlockHolders
 from paceline.core.step_times import Profile
 from paceline.core.types import Key
 from paceline.engine.chunk_planner import GROWTH_TOKENS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from paceline.core.planner.actions import Add, Decision, Drain, Flip
 from paceline.core.planner.distribution import Distribution
@@ -81,17 +82,17 @@ class SimulatedPlanner:
         self._revision += 1
         workers, wanted = self._fleet.workers, self._wanted
         for action in decision.actions:
-            if isinstance(action, Add) and action.role != "encode":
+            if isinstance(action, Add) and _is_simulated(action.role):
                 for _ in range(action.count - wanted[action.role]):
                     self._fleet.add(action.role)
-            elif isinstance(action, Drain) and action.role != "encode":
+            elif isinstance(action, Drain) and _is_simulated(action.role):
                 ready = [
                     worker for worker in workers.values() if worker.role == action.role and worker.state == "ready"
                 ]
                 victim = workers.get(action.worker) or min(ready, key=lambda worker: len(worker.admitted), default=None)
                 if victim is not None:
                     self._fleet.drain(victim)
-            elif isinstance(action, Flip) and action.role != "encode" and action.to != "encode":
+            elif isinstance(action, Flip) and _is_simulated(action.role) and _is_simulated(action.to):
                 if action.worker in workers:
                     self._fleet.drain(workers[action.worker], action.to)
                 wanted[action.role] -= 1
@@ -150,3 +151,8 @@ class SimulatedPlanner:
             loss=float(sum(sequence.computed + sequence.done for sequence in worker.admitted)),
             steps=steps,
         )
+
+
+def _is_simulated(role: AnyRole) -> TypeGuard[Role]:
+    """Return whether the simulated fleet has workers of a role."""
+    return role in ROLES

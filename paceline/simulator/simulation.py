@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.planner.planner import Planner
+from paceline.core.prefix import BlockHolders
 from paceline.simulator.events import Events
 from paceline.simulator.fleet import SimulatedFleet
 from paceline.simulator.gateway import SimulatedGateway

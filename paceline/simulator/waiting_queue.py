@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from paceline.services.gateway.http.errors import NoRoomError, Reason
 from paceline.services.gateway.queueing.admission_queue import IDLE_SECONDS, POLL_SECONDS
-from paceline.services.gateway.queueing.claim import QueueClaim
+from paceline.services.gateway.queueing.fair_order import QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.simulator.events import Events

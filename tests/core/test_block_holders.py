@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.context import Tail, full_block_names
 from paceline.core.kv_layout import KVGroup, KVLayout
-from paceline.core.prefix import match_prefix
+from paceline.core.prefix import BlockHolders, match_prefix
 from tests.services.kvtransfer.kv_toolkit import chain, make_layout
 
 LAYOUTS = [

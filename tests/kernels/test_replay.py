@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels import quantize_q4_1
-from bench.small_floats import quantize_fp8
+from bench.compute.kernels import quantize_q4_1
+from bench.compute.small_floats import quantize_fp8
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerCache

@@ -95,7 +95,13 @@ def _generate(objects: list[Json], folder: Path, plan: Json) -> None:
 
 
 def _patch(objects: list[Json], plan: Json) -> None:
-    """Apply a JSON patch (RFC 6902) to the objects that its target names."""
+    """Apply a JSON patch (RFC 6902) to the objects that its target names, or leave out the object that it deletes."""
+    if "target" not in plan:
+        gone = yaml.safe_load(plan["patch"])
+        assert (set(gone), gone["$patch"]) == ({"$patch", "apiVersion", "kind", "metadata"}, "delete")
+        (own,) = [each for each in objects if _name(each) == _name(gone)]
+        objects.remove(own)
+        return
     assert set(plan) == {"target", "patch"}
     assert set(plan["target"]) == {"kind", "name"}
     found = [
@@ -108,3 +114,7 @@ def _patch(objects: list[Json], plan: Json) -> None:
         new = jsonpatch.apply_patch(copy.deepcopy(each), yaml.safe_load(plan["patch"]))
         each.clear()
         each.update(new)
+
+
+def _name(found: Json) -> tuple[str, str, str]:
+    return found["apiVersion"], found["kind"], found["metadata"]["name"]

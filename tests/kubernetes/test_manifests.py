@@ -40,10 +40,11 @@ PARTS = {
     "base": build(KUBERNETES / "base", ("../fleet/encode.yaml",)),
     "gpu": build(KUBERNETES / "gpu"),
     "second": build(KUBERNETES / "second"),
+    "pool": build(KUBERNETES / "pool"),
     "monitoring": build(KUBERNETES / "monitoring"),
 }
 BASE = PARTS["base"]
-WORKLOADS = [each for part in ("model", "base", "gpu", "second") for each in PARTS[part] if has_pods(each)]
+WORKLOADS = [each for part in ("model", "base", "gpu", "second", "pool") for each in PARTS[part] if has_pods(each)]
 
 
 def of(kind: str, objects: list[Json] = BASE) -> dict[str, Json]:
@@ -71,8 +72,9 @@ def arguments_of(workload: Json) -> list[str]:
     return [re.sub(r"\$\((\w+)\)", lambda found: values.get(found[1], "10.0.0.1"), each) for each in container["args"]]
 
 
-def config_of(workload: Json, part: str = "base", command: str = "") -> ServiceConfig:
+def config_of(workload: Json, part: str = "", command: str = "") -> ServiceConfig:
     """Return the options with which a service starts, as the command line reads them."""
+    part = part or ("pool" if workload["metadata"]["name"] == "pool" else "base")
     first, *rest = arguments_of(workload)
     given = vars(build_parser().parse_args([command or first, *rest]))
     assert str(given.pop("config")) == "/etc/paceline/paceline.toml"
@@ -84,6 +86,9 @@ def config_of(workload: Json, part: str = "base", command: str = "") -> ServiceC
 
 OURS = {name: each for kind in ("Deployment", "DaemonSet") for name, each in of(kind).items() if name != "redis"}
 """The workloads that run Paceline, by name."""
+POOL = PARTS["pool"]
+OURS["pool"] = of("Deployment", POOL)["pool"]
+GENERATING = [name for name in OURS if name != "pool"]
 
 
 def test_the_newest_schemas_are_used() -> None:
@@ -126,14 +131,22 @@ def test_containers_can_do_no_more_than_they_must(workload: Json) -> None:
 
 @pytest.mark.parametrize(
     ("part", "name"),
-    [(part, name) for part in ("base", "gpu", "second") for name in OURS if (part, name) != ("second", "gateway")],
+    [
+        *(
+            (part, name)
+            for part in ("base", "gpu", "second")
+            for name in GENERATING
+            if (part, name) != ("second", "gateway")
+        ),
+        *(("pool", name) for name in ("pool", "planner")),
+    ],
 )
 def test_options_and_arguments_are_valid(name: str, part: str) -> None:
     config = config_of(OURS[name], part)
     assert config.auth_token_file == "/auth/token"
     assert config.redis_password_file == "/auth/redis"
     redis = of("Service")["redis"]
-    host = f"redis.{redis['metadata']['namespace']}" if part == "second" else "redis"
+    host = f"redis.{redis['metadata']['namespace']}" if part in ("second", "pool") else "redis"
     assert config.redis == f"redis://{host}:{redis['spec']['ports'][0]['port']}/0"
 
 
@@ -325,8 +338,27 @@ def test_the_planner_finds_its_objects() -> None:
     name, components = re.fullmatch(rf"app.kubernetes.io/name=(\w+),{COMPONENT} in \(([\w,]+)\)", PODS).groups()  # type: ignore[union-attr]
     assert labels_of(worker)["app.kubernetes.io/name"] == name
     assert labels_of(worker)[ROLE_LABEL] == "decode"
-    assert {"worker", "encode"} == set(components.split(","))
+    assert {"worker", "encode", "pool"} == set(components.split(","))
     (role,) = [each for each in main_container(worker)["env"] if each["name"] == "ROLE"]
     assert role["valueFrom"]["fieldRef"]["fieldPath"] == f"metadata.labels['{ROLE_LABEL}']"
-    for each in ("worker", "encode"):
-        assert "replicas" not in of("Deployment")[each]["spec"], "kubectl apply would undo what the planner has done"
+    for name in ("worker", "encode", "pool"):
+        assert "replicas" not in OURS[name]["spec"], "kubectl apply would undo what the planner has done"
+
+
+def test_the_fleet_of_an_encoder_has_pool_workers_and_no_memory_for_keys_and_values() -> None:
+    assert {name for kind in ("Deployment", "DaemonSet") for name in of(kind, POOL)} == {"pool", "planner"}
+    assert not of("Service", POOL)
+    assert not of("PriorityClass", POOL)
+    assert of("PodDisruptionBudget", POOL)["pool"]["spec"]["selector"]["matchLabels"] == {COMPONENT: "pool"}
+    assert not [volume for volume in pod_of(OURS["pool"])["volumes"] if "hostPath" in volume]
+    (namespace,) = of("Namespace", POOL).values()
+    assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    own = config_of(OURS["pool"])
+    commented = "".join(
+        line.removeprefix("#   ")
+        for line in of("ConfigMap")["options"]["data"]["models.toml"].splitlines(keepends=True)
+    )
+    told = models_of(commented.replace("# ", "#"))["all-minilm-l6-v2"]
+    assert (own.cluster, own.model) == (told.cluster, told.model)  # type: ignore[attr-defined]
+    (rule,) = [each for each in of("Role", POOL)["planner"]["rules"] if each["resources"] == ["deployments/scale"]]
+    assert "pool" in rule["resourceNames"]

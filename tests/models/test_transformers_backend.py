@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from bench.tiny_architectures import save_tiny
+from bench.compute.tiny_architectures import save_tiny
 from paceline.core.errors import ConfigError, ModelError
 from paceline.kernels import select_kernels
 from paceline.models.base import Model

@@ -14,7 +14,7 @@ from paceline.services.kvtransfer.ledger.lease_book import LeaseBook
 from paceline.services.kvtransfer.ledger.ledger import Ledger
 from paceline.services.kvtransfer.transfers.arrivals import Arrivals
 from paceline.services.kvtransfer.transfers.exports import Cursor
-from paceline.services.kvtransfer.transfers.flights import Flights
+from paceline.services.kvtransfer.transfers.prefixes import Flights
 from tests.proof import claims, encodings, moves, network, transfer, worker
 from tests.proof.calls import Answer
 from tests.proof.moves import Move

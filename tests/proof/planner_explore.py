@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
+from paceline.core.planner.reports import Role
 from tests.proof import planner_judge as judge
 from tests.proof.planner_moves import CALM, Move, faults, step
 from tests.proof.planner_world import Setup, World, make_world
@@ -24,11 +25,19 @@ NOTHING = {"documents": 0, "chats": 0}
 DOCUMENTS, CHATS, FEW = {"documents": 10, "chats": 2}, {"documents": 0, "chats": 12}, {"documents": 1, "chats": 4}
 
 
-def _objectives(budget: int, least: int = 1, idle_seconds: float = 15.0, flips: bool = True) -> Objectives:
-    limits = RoleLimits(least, 4)
+VECTORS, MORE_VECTORS = {"vectors": 4}, {"vectors": 24}
+
+
+def _objectives(
+    budget: int,
+    least: int = 1,
+    idle_seconds: float = 15.0,
+    flips: bool = True,
+    roles: tuple[Role, ...] = ("prefill", "decode"),
+) -> Objectives:
     return Objectives(
         default=Latency(ttft=4.0, itl=0.06),
-        roles={"prefill": limits, "decode": limits},
+        roles=dict.fromkeys(roles, RoleLimits(least, 4)),
         budget=budget,
         flips=flips,
         slow_seconds=10.0,
@@ -51,6 +60,9 @@ SETUPS = {
         pins=(("decode", 2),),
         shares_cores=("prefill", "decode"),
         shares_memory=True,
+    ),
+    "pool": Setup(
+        _objectives(4, 0, roles=("pool",)), {"pool": 2}, VECTORS, (MORE_VECTORS, NOTHING), pins=(("pool", 3),)
     ),
     "pinned": Setup(_objectives(6), {"prefill": 2, "decode": 3}, FEW, (CHATS,), pins=(("prefill", 1), ("decode", 4))),
 }

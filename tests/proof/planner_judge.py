@@ -139,17 +139,18 @@ def _check_limits(world: World, seen: Report, decision: Decision) -> None:
 
 
 def _check_wake(world: World, seen: Report, decision: Decision) -> None:
-    """Requests that wait while there is no decode worker wake the fleet at once."""
-    decode = seen.roles["decode"]
+    """Requests that wait while there is no worker of the first role wake the fleet at once."""
+    role = seen.first_role
+    first = seen.roles[role]
     fresh = seen.traffic_age <= world.setup.objectives.stale_seconds
     waiting = sum(each.waiting for each in seen.traffic.values())
     newest = "not newer" not in decision.line
-    limits, budget = world.setup.objectives.limits("decode"), world.setup.objectives.budget
+    limits, budget = world.setup.objectives.limits(role), world.setup.objectives.budget
     used = sum(each.wanted * world.setup.objectives.limits(role).devices for role, each in seen.roles.items())
     used += sum(each.state == "draining" for each in seen.workers)
-    if decode.pinned is not None or not limits.most or (budget is not None and used + limits.devices > budget):
+    if first.pinned is not None or not limits.most or (budget is not None and used + limits.devices > budget):
         return
-    if waiting and fresh and newest and not decode.wanted and not decision.wanted["decode"]:
+    if waiting and fresh and newest and not first.wanted and not decision.wanted[role]:
         raise Violation(f"{waiting} requests wait, and nobody is woken: {decision.line}")
 
 
@@ -172,7 +173,11 @@ def _check_reversal(world: World, role: Role) -> None:
 
 def check_fits(world: World) -> None:
     """Check that the planner knows how long steps take, although the first steps of every worker are slow."""
-    truth = {"prefill": (CHUNK, CHUNK, CHUNK_SECONDS), "encode": (ENCODED, ENCODED, ENCODE_SECONDS)}
+    truth = {
+        "prefill": (CHUNK, CHUNK, CHUNK_SECONDS),
+        "pool": (CHUNK, 0, CHUNK_SECONDS),
+        "encode": (ENCODED, ENCODED, ENCODE_SECONDS),
+    }
     for role, (tokens, context, seconds) in truth.items():
         times = world.planners[0].role(role).times  # type: ignore[arg-type]
         if times is not None and not 0.8 < times.seconds(tokens, context) / seconds < 1.25:
@@ -196,7 +201,8 @@ def check_rest(world: World, lines: list[str]) -> None:
     served &= not any(words in recent for words in ("has devices for", "budget has no room", "have no room for"))
     # A backlog may outlast the run if there are as many decode workers as may be, and all their places are taken.
     decode = len(world.of("decode"))
-    served &= decode < world.setup.most("decode", world.wanted["decode"]) or world.streams < world.places
+    if "decode" in world.wanted:
+        served &= decode < world.setup.most("decode", world.wanted["decode"]) or world.streams < world.places
     served &= not world.setup.shares_memory or world.streams < SHARED_SEQS
     if any(world.waiting.values()) and served:
         raise Violation(f"requests still wait: {world.waiting}, {lines[-1]}")

@@ -31,7 +31,7 @@ def report(world: World, later: float = 0.0) -> Report:
     per_worker = world.streams / max(1, len(world.of("decode")))
     itl = Distribution()
     itl.add(step_seconds(per_worker), max(1, world.streams))
-    waits = world.prompts / (max(1, len(world.of("prefill"))) * CHUNK / CHUNK_SECONDS)
+    waits = world.prompts / (max(1, len(world.of(world.computing))) * CHUNK / CHUNK_SECONDS)
     traffic = {}
     for name, kind in KINDS.items():
         arrived = world.arrived.get(name, 0)
@@ -48,7 +48,7 @@ def report(world: World, later: float = 0.0) -> Report:
             prompt_tokens=_constant(kind.prompt, arrived),
             answer_tokens=_constant(kind.answer, arrived),
             ttft=_constant(kind.prompt / CHUNK * CHUNK_SECONDS + waits, arrived),
-            itl=itl if arrived else Distribution(),
+            itl=itl if arrived and not kind.pools else Distribution(),
         )
     workers = tuple(_describe(world, each, objectives) for each in world.workers)
     return Report(
@@ -87,8 +87,8 @@ def _describe(world: World, worker: Worker, objectives: Objectives) -> WorkerRep
         running = world.streams // len(ready) + (place < world.streams % len(ready))
         steps = (Steps(running, running * 300.0, _constant(cold * step_seconds(running), 100)),) if running else ()
     elif worker.state == "ready" and sum(world.arrived.values()):
-        tokens, seconds = (CHUNK, CHUNK_SECONDS) if worker.role == "prefill" else (ENCODED, ENCODE_SECONDS)
-        steps = (Steps(tokens, tokens, _constant(cold * seconds, 10)),)
+        tokens, seconds = (ENCODED, ENCODE_SECONDS) if worker.role == "encode" else (CHUNK, CHUNK_SECONDS)
+        steps = (Steps(tokens, 0 if worker.role == "pool" else tokens, _constant(cold * seconds, 10)),)
     others: tuple[Role, ...] = ("prefill", "decode", "encode") if objectives.flips else ()
     return WorkerReport(
         worker.name,
@@ -97,7 +97,7 @@ def _describe(world: World, worker: Worker, objectives: Objectives) -> WorkerRep
         state_seconds=worker.ticks * TICK,
         age=worker.silent * TICK,
         running=running,
-        queued_tokens=round(world.prompts / max(1, len(ready))) if worker.role == "prefill" else 0,
+        queued_tokens=round(world.prompts / max(1, len(ready))) if worker.role == world.computing else 0,
         max_seqs=MAX_SEQS,
         kv_pressure=world.streams / SHARED_SEQS if world.setup.shares_memory else running / MAX_SEQS,
         shares_memory=world.setup.shares_memory,

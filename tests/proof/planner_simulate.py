@@ -27,12 +27,15 @@ TICKS, REST = 60, 50
 def setup_of(seed: int) -> Setup:
     """Return a fleet that starts with up to 17 workers, with or without encode workers, flips, twins and a budget.
 
-    Some fleets are on one machine. Then workers of some roles share its cores, or all share its memory, or both.
+    Some fleets are on one machine. Then workers of some roles share its cores, or all share its memory, or both. Each
+    eighth fleet has pool workers alone.
     """
     draw = random.Random(seed)
     counts: dict[Role, int] = {"prefill": draw.randint(1, 6), "decode": draw.randint(1, 8)}
     if draw.random() < 0.4:
         counts["encode"] = draw.randint(1, 3)
+    if seed % 8 == 7:
+        counts = {"pool": draw.randint(1, 6)}
     least = draw.choice((0, 1, 1))
     objectives = Objectives(
         classes={"chats": Latency(3.0, 0.08, 0.9)},
@@ -65,7 +68,8 @@ def setup_of(seed: int) -> Setup:
 def _draw_load(draw: random.Random, counts: dict[Role, int]) -> Load:
     """Return a load that may be nothing at all, and that may be too much for the fleet."""
     size = draw.choice((0, 0, 3, 10, 25))
-    kinds = [name for name, kind in KINDS.items() if not kind.media or "encode" in counts]
+    has_encoders, has_pool = "encode" in counts, "pool" in counts
+    kinds = [name for name, kind in KINDS.items() if kind.pools == has_pool and (has_encoders or not kind.media)]
     return {name: draw.randint(0, size) for name in kinds}
 
 

@@ -33,9 +33,16 @@ class Kind:
     answer: int
     ticks: int
     media: int = 0
+    pools: bool = False
+    """Whether pool workers compute such requests, which then have no answer of tokens."""
 
 
-KINDS = {"documents": Kind(4000, 50, 1), "chats": Kind(100, 400, 3), "pictures": Kind(600, 100, 2, media=1)}
+KINDS = {
+    "documents": Kind(4000, 50, 1),
+    "chats": Kind(100, 400, 3),
+    "pictures": Kind(600, 100, 2, media=1),
+    "vectors": Kind(2000, 0, 0, pools=True),
+}
 
 Load = Mapping[str, int]
 """Requests of each class that arrive in a tick."""
@@ -106,7 +113,7 @@ class World:
     waiting: dict[str, int] = field(default_factory=dict)
     """Requests of each class at the gateway."""
     prompts: float = 0.0
-    """Tokens of prompts that wait at prefill workers."""
+    """Tokens of prompts that wait at prefill or pool workers."""
     planners: tuple[PlanningState, ...] = (PlanningState(), PlanningState())
     complete_since: tuple[int, ...] = (0, 0)
     """Since which tick every report has reached each planner in full."""
@@ -131,6 +138,11 @@ class World:
     def of(self, role: Role, state: State = "ready") -> list[Worker]:
         """Return the workers of a role in a state."""
         return [each for each in self.workers if each.role == role and each.state == state]
+
+    @property
+    def computing(self) -> Role:
+        """The role that computes prompts."""
+        return "pool" if "pool" in self.wanted else "prefill"
 
     @property
     def streams(self) -> int:
@@ -176,12 +188,17 @@ def pass_tick(world: World) -> None:
         world.waiting[name] = world.waiting.get(name, 0) + count
     world.running = tuple((count, left - 1) for count, left in world.running if left > 1)
     _admit(world)
-    speed = len(world.of("prefill")) * CHUNK * TICK / CHUNK_SECONDS
+    speed = len(world.of(world.computing)) * CHUNK * TICK / CHUNK_SECONDS
     world.prompts = max(0.0, world.prompts - speed)
 
 
 def _admit(world: World) -> None:
-    """Give places to waiting requests, and their prompts to prefill workers."""
+    """Give places to waiting requests, and their prompts to prefill workers. Pool workers take all requests at once."""
+    if world.computing == "pool":
+        for name, count in world.waiting.items() if world.of("pool") else ():
+            world.prompts += count * KINDS[name].prompt
+            world.waiting[name] = 0
+        return
     room = world.places - world.streams
     for name, count in sorted(world.waiting.items()):
         admitted = min(count, max(0, room)) if world.of("prefill") or not world.wanted.get("prefill") else 0

@@ -16,7 +16,7 @@ from paceline.core.types import Key
 from paceline.services.kvtransfer.ledger.claim import Claim
 from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease, prefix_key
 from paceline.services.kvtransfer.ledger.ledger import Ledger
-from paceline.services.kvtransfer.transfers.flights import Flights
+from paceline.services.kvtransfer.transfers.prefixes import Flights
 from tests.proof.ledger_copy import copy_fields, copy_ledger
 from tests.proof.parties import DECODE, ENCODE, READ, Asked, Job, JobId, Late, Op, Transfer, Word
 from tests.proof.setup import Request, Setup

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from bench.services import free_port
+from bench.common.services import free_port
 
 DRIVER = "chromedriver"
 PATIENCE = 60.0

@@ -10,7 +10,7 @@ must give exactly the tokens of the undisturbed stack. At the end no block may b
 The gateway is killed, too. A stream that breaks with its gateway goes on where it was at the gateway that starts next.
 
 With `--media`, a tiny random Gemma 4 answers questions about images, videos and audio clips. Encode workers are killed,
-too.
+too. With `--vectors`, clients ask a tiny encoder for vectors beside the chats (`chaos_vectors.py`), on one host.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from typing import Protocol
 import httpx
 import psutil
 
-from bench.namespaces import Host, NoNamespacesError
-from bench.namespaces import two_hosts as joined_hosts
+from bench.common.namespaces import Host, NoNamespacesError
+from bench.common.namespaces import two_hosts as joined_hosts
 from paceline.core.env import default_cache_dir
 from paceline.models.sources.assets import resolve_model
 from paceline.services.common.tasks import end_tasks
 from tests.stack.chaos_clients import Client, Question, Report, attempts, completions, encodings
+from tests.stack.chaos_vectors import CHAT, VectorClients, write_models
 from tests.stack.cluster import Cluster
 from tests.stack.media_chats import questions_about_media, write_model
 from tests.stack.processes import arenas, serve
@@ -78,6 +79,8 @@ class Plan:
     questions: tuple[Question, ...] = completions(PROMPTS)
     model: str = MODEL
     kv_memory: str = "512MiB"
+    vectors: int = 0
+    """Number of clients that ask an encoder for vectors beside the streams, from two pool workers."""
     options: tuple[str, ...] = ()
     """Further options of all workers."""
 
@@ -103,7 +106,8 @@ class Prey(Protocol):
 @contextlib.asynccontextmanager
 async def one_host(plan: Plan, folder: Path) -> AsyncIterator[Prey]:
     """Start `paceline serve`."""
-    options = (f"--prefill={plan.prefill}", f"--decode={plan.decode}", f"--encode={plan.encode}")
+    options = [f"--prefill={plan.prefill}", f"--decode={plan.decode}", f"--encode={plan.encode}"]
+    options += ["--pool=2"] if plan.vectors else []
     with serve(folder / "log", plan.model, *options, f"--kv-memory={plan.kv_memory}", *plan.options) as stack:
         yield stack
 
@@ -146,11 +150,14 @@ async def chaos(plan: Plan, seed: int, starting: AbstractAsyncContextManager[Pre
             kills_gateways = bool(plan.kills.get("gateway"))
             client = Client(http, plan.questions, plan.tokens, report, plan.leaves, gateways_end=kills_gateways)
             await client.learn(plan.streams)
+            vectors = VectorClients(http, plan.vectors, report, kills_gateways)
+            await vectors.learn()
             before, began = await attempts(http), time.monotonic()
             over = asyncio.Event()
             async with asyncio.TaskGroup() as group:
                 for _ in range(plan.streams):
                     group.create_task(client.run(random.Random(draw.random()), over))
+                vectors.start(group, draw, plan.pause, over)
                 cutting = group.create_task(_cut_all(plan, stack, random.Random(draw.random()), report))
                 await _kill_all(plan, stack, draw, report, seen)
                 await cutting
@@ -236,6 +243,19 @@ def media_plan(folder: Path, plan: Plan) -> Plan:
     )
 
 
+def vectors_plan(folder: Path, plan: Plan) -> Plan:
+    """Return a plan with two models, whose files are written to a new folder: the one that chats, and an encoder."""
+    roles = ("pool", "decode", "pool", "prefill", "redis", "kvtransfer", "gateway")
+    questions = [dataclasses.replace(each, fields={**each.fields, "model": CHAT}) for each in plan.questions]
+    return dataclasses.replace(
+        plan,
+        kills=Counter(roles[index % len(roles)] for index in range(sum(plan.kills.values()))),
+        vectors=6,
+        questions=tuple(questions),
+        model=f"--models-file={write_models(folder, plan.model)}",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
@@ -246,6 +266,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--hosts", type=int, choices=(1, 2), help="number of hosts [first one, then two]")
     parser.add_argument("--media", action="store_true", help="chats about images, videos and audio clips")
+    parser.add_argument("--vectors", action="store_true", help="an encoder beside the model that chats, on one host")
     parser.add_argument("--logs", type=Path, help="folder for the services' logs [none are kept]")
     arguments = parser.parse_args()
     roles = ("decode", "prefill", "redis", "kvtransfer", "gateway")
@@ -256,6 +277,8 @@ def main() -> None:
         plan = Plan(kills, arguments.streams, arguments.tokens, pause=tuple(arguments.pause))
         if arguments.media:
             plan = media_plan(Path(folder, "model"), plan)
+        if arguments.vectors:
+            plan, arguments.hosts = vectors_plan(Path(folder, "models"), plan), 1
         for number, start in ((1, one_host), (2, two_hosts)):
             if arguments.hosts not in (None, number):
                 continue

@@ -14,8 +14,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.namespaces import Host
-from bench.services import PACELINE, Services, role_of
+from bench.common.namespaces import Host
+from bench.common.services import PACELINE, Services, role_of
 from paceline.services.common.certificates import CertificateFiles
 from tests.stack.processes import HAND_OVER, SETTLE_SECONDS, is_settled
 

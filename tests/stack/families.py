@@ -24,8 +24,8 @@ import httpx
 import torch
 import transformers
 
-from bench.load import table
-from bench.namespaces import ONE_HOST
+from bench.common.namespaces import ONE_HOST
+from bench.serving.load import table
 from paceline.core.kv_layout import make_layout
 from paceline.kernels.reference import ReferenceKernels
 from paceline.models.loader import load_model

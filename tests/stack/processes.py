@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import psutil
 
-from bench.namespaces import Host
-from bench.services import Process, free_port
+from bench.common.namespaces import Host
+from bench.common.services import Process, free_port
 
 SETTLE_SECONDS = 30.0
 
@@ -68,7 +68,8 @@ class Stack:
 
     def living(self, role: str) -> list[int]:
         """Return the pids of this role's processes that were ready and have not ended."""
-        newest = dict(re.findall(rf"^  ({role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
+        # With several models, the name of a worker has its model in front.
+        newest = dict(re.findall(rf"^  ((?:\S+/)?{role}\S*) +pid (\d+)", self.process.text, re.MULTILINE))
         return sorted(int(pid) for pid in newest.values() if psutil.pid_exists(int(pid)))
 
     def family(self) -> list[psutil.Process]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.equality import shorten
+from bench.serving.equality import shorten
 
 SMOLLM = "smollm2-135m-instruct"
 GEMMA = "gemma-3-270m"

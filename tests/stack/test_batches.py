@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.batches import answers, make_lines, submit, survive, wait_for
+from bench.serving.batches import answers, make_lines, submit, survive, wait_for
 from tests.stack.processes import Stack
 from tests.stack.stacks import SMOLLM as MODEL
 from tests.stack.stacks import on

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from bench.agent_loop import FORMS, agent_loop, ratio
+from bench.cache.agent_loop import FORMS, agent_loop, ratio
 from tests.services.gateway.toy_model import AGENT_TEMPLATE, VOCAB_SIZE, write_toy_model
 from tests.stack.processes import Stack, serve
 from tests.tiny_checkpoints import write_tiny

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
 
-from bench.namespaces import NoNamespacesError
-from tests.stack.chaos import Plan, chaos, one_host, two_hosts
+from bench.common.namespaces import NoNamespacesError
+from tests.stack.chaos import Plan, chaos, one_host, two_hosts, vectors_plan
 from tests.stack.chaos_clients import Client, Report, attempts, completions
 from tests.stack.processes import Stack, arenas
 from tests.stack.reference import PROMPTS
@@ -27,6 +28,17 @@ async def test_streams_survive_kills_of_every_role(tmp_path: Path) -> None:
     assert report.leftovers == []
     assert report.kills == kills
     assert report.ended >= plan.streams
+
+
+@pytest.mark.thorough
+async def test_vectors_survive_kills_and_scaling_beside_chats(tmp_path: Path) -> None:
+    plan = Plan(Counter(prefill=8), streams=4, tokens=32, pause=(0.2, 1.0), questions=completions(PROMPTS[:6]))
+    plan = vectors_plan(tmp_path / "models", plan)
+    report = await chaos(plan, seed=1, starting=one_host(plan, tmp_path))
+    assert report.wrong == []
+    assert report.leftovers == []
+    assert report.kills == plan.kills
+    assert report.ended >= plan.streams + plan.vectors
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import signal
 
 import pytest
 
-from bench.mixed import Outcome, Request, answers
+from bench.common.mixed import Outcome, Request, answers
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on
 from tests.stack.test_equality import Outcomes, differences

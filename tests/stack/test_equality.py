@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bench.mixed import Outcome, Request, answers, requests
+from bench.common.mixed import Outcome, Request, answers, requests
 from tests.stack.processes import Stack
 from tests.stack.reference import PROMPTS, generate
 from tests.stack.stacks import Way, on

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.batches import make_lines, submit, wait_for
+from bench.serving.batches import make_lines, submit, wait_for
 from tests.stack.processes import serve
 from tests.stack.stacks import GEMMA, SMOLLM
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.equality import shorten
-from bench.namespaces import ONE_HOST
+from bench.common.namespaces import ONE_HOST
+from bench.serving.equality import shorten
 from tests.services.kvtransfer.transport_cases import missing
 from tests.stack.cluster import TOKENS, Cluster
 

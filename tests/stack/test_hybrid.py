@@ -14,8 +14,8 @@ import pytest
 import torch
 import transformers
 
-from bench.agent_loop import FORMS, agent_loop, ratio
-from bench.namespaces import ONE_HOST
+from bench.cache.agent_loop import FORMS, agent_loop, ratio
+from bench.common.namespaces import ONE_HOST
 from tests.services.gateway.toy_model import CHAT_TEMPLATE, REASONING_TEMPLATE, VOCAB_SIZE, write_toy_model
 from tests.stack.chaos import Plan, Prey, chaos, one_host
 from tests.stack.chaos_clients import completions

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from bench.namespaces import ONE_HOST
+from bench.common.namespaces import ONE_HOST
 from tests.stack.chaos import Plan, chaos, one_host
 from tests.stack.cluster import Cluster
 from tests.stack.media_chats import (

@@ -15,8 +15,8 @@ import httpx
 import pytest
 import yaml
 
-from bench.namespaces import Host
-from bench.services import Process, Services, free_port
+from bench.common.namespaces import Host
+from bench.common.services import Process, Services, free_port
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.tiny_checkpoints import write_tiny
 

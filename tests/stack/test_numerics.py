@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from bench.equality import shorten
+from bench.serving.equality import shorten
 from paceline.kernels import instruction_set_of, select_kernels
 from paceline.kernels.native.library import instruction_sets
 from tests.stack.cluster import Cluster

@@ -1,4 +1,4 @@
-"""Pods are replaced as Kubernetes does it, and no stream is lost. `python -m bench.pod_lifecycle` has 1,000 streams."""
+"""Pods are replaced as Kubernetes does it, and no stream is lost. `bench.fleet.pod_lifecycle` has 1,000 streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.pod_lifecycle import ROLES, run
+from bench.fleet.pod_lifecycle import ROLES, run
 
 
 @pytest.mark.stack

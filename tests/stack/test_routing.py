@@ -12,12 +12,12 @@ import httpx
 import pytest
 import redis.asyncio as redis
 
-from bench.namespaces import ONE_HOST
+from bench.common.namespaces import ONE_HOST
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context
-from paceline.services.common.block_stream import BlockBatch, blocks_stream
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import read_members
+from paceline.services.common.streams import BlockBatch, blocks_stream
 from tests.services.gateway.toy_kvtransfer import salt_of
 from tests.stack.cluster import Cluster
 

@@ -9,8 +9,8 @@ from collections import Counter
 import httpx
 import pytest
 
-from bench import flips
-from bench.mixed import Request, answers
+from bench.common.mixed import Request, answers
+from bench.fleet import flips
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on
 from tests.stack.test_equality import differences
@@ -75,7 +75,7 @@ async def test_streams_survive_scaling(stack: Stack, way: Way) -> None:
 
 @on("default")
 async def test_no_stream_is_lost_or_changed_while_workers_drain_and_change_their_roles(stack: Stack, way: Way) -> None:
-    """A decode worker is added, and then two workers exchange their roles. See bench/flips.py for 200 actions."""
+    """A decode worker is added, and then two workers exchange their roles. See bench/fleet/flips.py for 200 actions."""
     tally = await flips.measure(stack.url, way.model, actions=ACTIONS, count=8, seed=11)
     assert (tally.lost, tally.changed) == ([], [])
     assert tally.compared > 0

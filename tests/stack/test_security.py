@@ -18,7 +18,7 @@ import pytest
 import redis
 from grpc_health.v1 import health_pb2
 
-from bench.services import Process, free_port
+from bench.common.services import Process, free_port
 from paceline.core.errors import RefusedError
 from paceline.proto import kvtransfer_pb2, worker_pb2
 from paceline.services.common.credentials import Credentials

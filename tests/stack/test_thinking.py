@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.mixed import answers
-from bench.thinking import complaints, thinking_requests
+from bench.common.mixed import answers
+from bench.serving.thinking import complaints, thinking_requests
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.stack.processes import Stack
 from tests.stack.stacks import Way, on

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.namespaces import ONE_HOST
-from bench.services import role_of
+from bench.common.namespaces import ONE_HOST
+from bench.common.services import role_of
 from paceline.services.common.certificates import CertificateFiles
 from tests.authority import Authority, serial_number
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.tools import Asker, complaint, make_chat, random_tools
+from bench.serving.tools import Asker, complaint, make_chat, random_tools
 from tests.stack.processes import Stack
 from tests.stack.stacks import SMOLLM as MODEL
 from tests.stack.stacks import on

@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from bench.namespaces import ONE_HOST
-from bench.tiny_architectures import save_tiny
+from bench.common.namespaces import ONE_HOST
+from bench.compute.tiny_architectures import save_tiny
 from paceline.core.media import MediaKind, MediaSpan
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from tests.engine.media_models import MediaModel, Prompt

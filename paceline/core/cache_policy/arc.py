@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from paceline.core.cache_policy.base import CachePolicy
-from paceline.core.cache_policy.queue import UseQueue
+from paceline.core.cache_policy.lru import UseQueue
 from paceline.core.cache_policy.ranking import Block, Name
 
 

@@ -55,9 +55,12 @@ class PlannerOptions(Options):
     most_decode: int = _count(8, "most decode workers that the planner starts")
     least_encode: int = _count(0, "least encode workers that the planner leaves")
     most_encode: int = _count(0, "most encode workers that the planner starts")
+    least_pool: int = _count(1, "least pool workers that the planner leaves, for a model that is an encoder of texts")
+    most_pool: int = _count(8, "most pool workers that the planner starts")
     prefill_devices: int = _count(1, "devices of the budget that a prefill worker takes")
     decode_devices: int = _count(1, "devices of the budget that a decode worker takes")
     encode_devices: int = _count(1, "devices of the budget that an encode worker takes")
+    pool_devices: int = _count(1, "devices of the budget that a pool worker takes")
     budget: int = _count(0, "most devices that all workers take together, those that drain included; 0 is no limit")
     flips: bool = option(True, "the planner may give a running worker another role, if the platform can", GROUP)
     advisory: bool = option(False, "the planner only shows what it would do", GROUP)
@@ -96,6 +99,7 @@ class PlannerOptions(Options):
                 "prefill": RoleLimits(self.least_prefill, self.most_prefill, self.prefill_devices),
                 "decode": RoleLimits(self.least_decode, self.most_decode, self.decode_devices),
                 "encode": RoleLimits(self.least_encode, self.most_encode, self.encode_devices),
+                "pool": RoleLimits(self.least_pool, self.most_pool, self.pool_devices),
             },
             budget=self.budget or None,
             advisory=self.advisory,

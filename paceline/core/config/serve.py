@@ -108,8 +108,8 @@ class ServeConfig(PlannerOptions):
     )
     planner: bool = option(
         False,
-        "let a planner add and drain workers, from --prefill and --decode on, so that requests meet the objectives of "
-        "--ttft-seconds and --itl-seconds",
+        "let a planner add and drain workers, from --prefill and --decode (or --pool) on, so that requests meet the "
+        "objectives of --ttft-seconds and --itl-seconds",
         "fleet",
     )
     kv_pool: KVPool = same_option(

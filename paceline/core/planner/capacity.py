@@ -1,9 +1,10 @@
 """The number of workers that a load needs, by learned step times. Every function is pure, and its result never falls
 when the load grows.
 
-Prefill and encode workers are queues. Their number is the smallest one that keeps the wanted percentile of the time to
-first token (Erlang C, with the correction of Allen and Cunneen for times that are not exponential). Decode workers run
-their requests at the same time. Their number is the smallest one with which steps are short enough and requests fit.
+Prefill, pool and encode workers are queues. Their number is the smallest one that keeps the wanted percentile of the
+time to first token (Erlang C, with the correction of Allen and Cunneen for times that are not exponential). Decode
+workers run their requests at the same time. Their number is the smallest one with which steps are short enough and
+requests fit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Places:
 
 
 def prefill_workers(classes: Sequence[Wanted], times: FittedStepTimes, scale: float = 1.0) -> float:
-    """Return the number of prefill workers needed for `scale` times this load. The number may be a fraction."""
+    """Return the number of prefill workers needed for `scale` times this load, or of pool workers, for which the inputs
+    of a call are its prompt. The number may be a fraction.
+    """
     rates, services, limits = [], [], []
     for each in classes:
         demand = each.demand

@@ -51,7 +51,7 @@ class ClassDemand:
 
     def work(self, role: Role) -> float:
         """Return the work per second that arrives for a role, in tokens (media inputs for encode)."""
-        if role == "prefill":
+        if role in ("prefill", "pool"):
             return self.rate * self.prompt_tokens.mean * self.uncached
         if role == "decode":
             return self.rate * self.answer_tokens.mean * self.stretch_answers
@@ -191,7 +191,7 @@ class ClassLoad:
         now = self.now()
         rate = self.newest_arrivals / (self.newest_seconds or 1.0)
         work = now.work(role) * (rate / now.rate) if now.rate else 0.0
-        lengths = self.prompt_tokens if role == "prefill" else self.answer_tokens
+        lengths = self.prompt_tokens if role in ("prefill", "pool") else self.answer_tokens
         return work, work * math.sqrt((1 + lengths.squared_variation) / max(self.newest_arrivals, 1.0))
 
 

@@ -79,6 +79,8 @@ class Outlook:
 
         Returns None if the requests wait for memory that a further worker would only share.
         """
+        if (first := self.report.first_role) != "decode":
+            return first
         workers = self.workers("decode")
         places = sum(each.max_seqs for each in workers)
         if sum(each.running for each in workers) >= _FULL * places:
@@ -93,7 +95,7 @@ def assess(outlook: Outlook) -> dict[Role, RoleNeed]:
     to it.
     """
     needs: dict[Role, RoleNeed] = {}
-    for role in sorted(outlook.report.roles, key=("decode", "encode", "prefill").index):
+    for role in sorted(outlook.report.roles, key=("decode", "encode", "pool", "prefill").index):
         needs[role] = _assess(role, outlook, needs)
     return {role: needs[role] for role in outlook.report.roles}
 
@@ -137,7 +139,7 @@ def _unmeasured(role: Role, outlook: Outlook) -> RoleNeed:
 
 def by_load(role: Role, classes: list[Wanted], times: FittedStepTimes, outlook: Outlook, scale: float) -> float:
     """Return the number of workers of a role with which requests meet the objectives under this load."""
-    if role == "prefill":
+    if role in ("prefill", "pool"):
         return capacity.prefill_workers(classes, times, scale)
     if role == "encode":
         return capacity.encode_workers(classes, times, scale)
@@ -157,13 +159,13 @@ def _by_queue(
         patience = _patience("encode", classes, outlook, others)
         return items * times.seconds(times.observed_tokens, 0) / patience, f"{items} queued"
     rate = math.fsum(each.demand.rate for each in classes)
-    work = math.fsum(each.demand.work("prefill") for each in classes)
+    work = math.fsum(each.demand.work(role) for each in classes)
     mean = work / rate if rate else 0.0
     # A prompt that is being computed does not wait.
     queues = (max(0.0, each.queued_tokens - mean * (each.state == "ready")) for each in workers)
     tokens = math.fsum(queues) + waiting * mean
     per_token = times.seconds(times.observed_tokens, times.observed_tokens) / times.observed_tokens
-    needed = work * per_token + tokens * per_token / _patience("prefill", classes, outlook, others)
+    needed = work * per_token + tokens * per_token / _patience(role, classes, outlook, others)
     return needed, f"{tokens:,.0f} queued tokens"
 
 

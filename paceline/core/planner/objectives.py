@@ -94,7 +94,11 @@ class Objectives:
                 raise ConfigError(f"there is no role {role}; roles are {', '.join(ROLES)}")
             if not 0 <= limits.least <= limits.most or limits.devices < 0:
                 raise ConfigError(f"{role}: 0 <= least <= most must hold, and devices must not be negative")
-        least = sum(limits.least * limits.devices for limits in self.roles.values())
+        # A fleet has pool workers, or workers of the other roles.
+        least = max(
+            sum(each.least * each.devices for role, each in self.roles.items() if (role == "pool") is is_pool)
+            for is_pool in (False, True)
+        )
         if self.budget is not None and least > self.budget:
             raise ConfigError(f"the least workers of all roles take {least} devices, the budget has {self.budget}")
 

@@ -12,8 +12,8 @@ from typing import Literal
 
 from paceline.core.planner.distribution import Distribution
 
-Role = Literal["prefill", "decode", "encode"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "encode")
+Role = Literal["prefill", "decode", "encode", "pool"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "encode", "pool")
 State = Literal["starting", "ready", "draining"]
 
 
@@ -143,3 +143,11 @@ class Report:
     """Age of the oldest figures of any gateway, in seconds. It is large if a gateway does not answer."""
     gateways_lost: int = 0
     """Number of member gateways whose figures are missing."""
+
+    @property
+    def first_role(self) -> Role:
+        """The role without which no request begins: decode in a fleet that generates text. A model that is an encoder
+        has pool workers alone, and a causal model that only pools has prefill workers.
+        """
+        order: tuple[Role, ...] = ("pool", "decode", "prefill")
+        return next((role for role in order if role in self.roles), "decode")

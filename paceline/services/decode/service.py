@@ -48,7 +48,7 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.outboxes = Outboxes(lambda: worker.admission.draining)
-        worker.admission.on_draining = self.outboxes.tell_draining
+        worker.admission.listen(self.outboxes.tell_draining)
 
     async def Events(  # type: ignore[override]
         self, request: worker_pb2.EventsRequest, context: EventsContext

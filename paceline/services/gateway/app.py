@@ -38,8 +38,9 @@ from paceline.services.gateway.api.tokens.bodies import TokensChunk
 from paceline.services.gateway.api.tokens.label_scores import add_label_scores
 from paceline.services.gateway.api.tokens.render_api import add_render_api
 from paceline.services.gateway.api.tokens.routes import add_token_api
+from paceline.services.gateway.api.tokens.tokenizing import add_tokenizing
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.access.cors import cors_options
+from paceline.services.gateway.http.access.callers import cors_options
 from paceline.services.gateway.http.bodies import BodyMiddleware
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.error_responses import install_error_handlers
@@ -110,7 +111,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_render_api(app.router, gateway)
     runs = add_responses(app.router, gateway, store)
     add_operations(app.router, gateway)
-    for add in (add_scoring, add_label_scores, add_embeddings, add_cohere, add_vllm, add_tei):
+    for add in (add_scoring, add_label_scores, add_embeddings, add_cohere, add_vllm, add_tei, add_tokenizing):
         add(app.router, gateway)
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)

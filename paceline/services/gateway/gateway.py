@@ -18,13 +18,13 @@ from paceline.core.pooling_choice import pooling_choice
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.core.request_classes import read_classes
 from paceline.services.common.credentials import read_credentials
-from paceline.services.common.garbage import collect_when_idle
+from paceline.services.common.lifecycle import collect_when_idle
 from paceline.services.common.registry import connect
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.http.access.book import AccessBook
+from paceline.services.gateway.http.access.keys import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
 from paceline.services.gateway.http.errors import ApiError, LeavingError, NoWorkerError, Reason
-from paceline.services.gateway.http.pool import FairPool
+from paceline.services.gateway.http.request_scope import FairPool
 from paceline.services.gateway.model_fleet import ModelFleet, Shared
 from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.planning.media.items import NO_MEDIA

@@ -17,8 +17,7 @@ from paceline.core.machine import give_back_large_memory, raise_file_limit
 from paceline.services.common.lifecycle import announce_ready, start_unless_stopped, stop_on_signals
 from paceline.services.gateway.app import create_app
 from paceline.services.gateway.gateway import Gateway, load_models
-from paceline.services.gateway.http.listener import Listener, listen
-from paceline.services.gateway.http.protocol import BoundedHttp
+from paceline.services.gateway.http.listener import BoundedHttp, Listener, listen
 
 LAST_WORDS_SECONDS = 5
 """Time after the drain in which the last bytes can reach their clients, in seconds."""

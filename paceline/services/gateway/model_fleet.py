@@ -41,22 +41,20 @@ from paceline.services.gateway.planning.constraints.compiler import ConstraintCo
 from paceline.services.gateway.planning.media.loader import MediaService
 from paceline.services.gateway.planning.media.preparation import MediaPreparer
 from paceline.services.gateway.planning.media.processors.families import read_processor
-from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel
-from paceline.services.gateway.planning.request_headers import timeout_of
+from paceline.services.gateway.planning.plan import Kind, Plan, ServedModel, timeout_of
 from paceline.services.gateway.planning.sampling import LogprobRules
 from paceline.services.gateway.planning.scoring import Scoring
 from paceline.services.gateway.planning.sharing import CacheSalts, SharedPrompts, read_shared_prompts
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
 from paceline.services.gateway.sequences.kinds import KINDS
+from paceline.services.gateway.sequences.notices import PlacementLog
 from paceline.services.gateway.sequences.patience import life_seconds
 from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.sequences.running import RunningRequests
 from paceline.services.gateway.telemetry.feed import Feed
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.telemetry.metrics import Metrics
-from paceline.services.gateway.telemetry.trace_book import TraceBook
+from paceline.services.gateway.telemetry.trace_book import RunningRequests, TraceBook
 from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 
 

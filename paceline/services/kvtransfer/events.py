@@ -19,10 +19,9 @@ import redis.asyncio as redis
 from redis.exceptions import RedisError, ResponseError
 
 from paceline.core.block_pool import BlockEvent
-from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
 from paceline.services.common.registry import connect
 from paceline.services.common.secret import Secret
-from paceline.services.common.streams import oldest_kept, remove_unusable
+from paceline.services.common.streams import BlockBatch, block_keys, blocks_stream, oldest_kept, remove_unusable
 from paceline.services.common.tasks import end_tasks
 
 _PERIOD_SECONDS = 0.25

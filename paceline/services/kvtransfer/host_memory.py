@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +18,40 @@ from paceline.services.common.credentials import Credentials
 from paceline.services.common.shared_memory import map_arena
 from paceline.services.common.wire_version import OURS
 from paceline.services.kvtransfer.arena import Arena
-from paceline.services.kvtransfer.awake_clock import AwakeClock
-from paceline.services.kvtransfer.expectations import hinted_blocks
 from paceline.services.kvtransfer.ledger.adoptions import Adoptions
+from paceline.services.kvtransfer.ledger.hints import hinted_blocks
 from paceline.services.kvtransfer.ledger.ledger import Ledger
 from paceline.services.kvtransfer.transfers.disk_tier import DiskOptions, DiskTier
 from paceline.services.kvtransfer.transfers.exports import Exports
 from paceline.services.kvtransfer.transfers.fetches import Fetches
-from paceline.services.kvtransfer.transfers.prefixes import Prefixes
-from paceline.services.kvtransfer.transfers.promotions import Promotions
-from paceline.services.kvtransfer.transports.channels import Channels
-from paceline.services.kvtransfer.transports.grpc_transport import GrpcTransport
-from paceline.services.kvtransfer.transports.paths import Paths
-from paceline.services.kvtransfer.transports.transport import ArenaMemory, Transport
+from paceline.services.kvtransfer.transfers.prefixes import Prefixes, Promotions
+from paceline.services.kvtransfer.transports.grpc_transport import Channels, GrpcTransport
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Paths, Transport
+
+LONGEST_GAP_SECONDS = 1.0
+
+
+class AwakeClock:
+    """A clock that counts only the seconds in which this process ran. It has to be called several times a second.
+
+    A process that is stopped, or whose machine sleeps, cannot receive renewals of leases. Such a pause must not make
+    leases expire. So at most LONGEST_GAP_SECONDS between two calls are counted.
+
+    Args:
+        clock: returns monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last = clock()
+        self._left_out = 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        self._left_out += max(0.0, now - self._last - LONGEST_GAP_SECONDS)
+        self._last = now
+        return now - self._left_out
+
 
 MakeTransports = Callable[[ArenaMemory], Sequence[Transport]]
 """A function from an arena's memory to the transports that are preferred to gRPC, best first."""

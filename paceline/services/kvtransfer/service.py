@@ -14,17 +14,16 @@ from paceline.core.errors import InvalidRequestError, PacelineError, Unavailable
 from paceline.core.telemetry import carrier_of, request_span
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.block_stream import BlockBatch
 from paceline.services.common.layout import layout_to_pb
 from paceline.services.common.rpc_errors import mapped_errors
+from paceline.services.common.streams import BlockBatch
 from paceline.services.common.wire_version import OURS
-from paceline.services.kvtransfer.departure import Departure
-from paceline.services.kvtransfer.evacuation import FindHosts, no_hosts
-from paceline.services.kvtransfer.expectations import expectation_from_pb
+from paceline.services.kvtransfer.departure import Departure, FindHosts, no_hosts
 from paceline.services.kvtransfer.host_memory import HostMemory, HostOptions
 from paceline.services.kvtransfer.host_socket import HostSocket, Reply
 from paceline.services.kvtransfer.keeper import Keeper
 from paceline.services.kvtransfer.ledger.adoptions import Waiter
+from paceline.services.kvtransfer.ledger.hints import expectation_from_pb
 from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease
 from paceline.services.kvtransfer.ledger.owners import count_groups, count_owners, describe_leases
 from paceline.services.kvtransfer.operations import adopted, apply, changed_leases, key_of

@@ -11,7 +11,7 @@ from paceline.core.cache_policy.base import HintCounts
 from paceline.core.metrics import Family, Sample
 from paceline.proto.fleet_pb2 import HostReport
 from paceline.services.kvtransfer.host_memory import HostMemory
-from paceline.services.kvtransfer.ledger.lookups import Lookups
+from paceline.services.kvtransfer.ledger.owners import Lookups
 from paceline.services.kvtransfer.transfers.fetches import Totals
 
 ENCODING_QUERIES = Family(

@@ -147,9 +147,11 @@ class ReportBuilder:
         )
 
     def waits_without_worker(self) -> bool:
-        """Return whether requests wait although no decode worker serves or starts."""
+        """Return whether requests wait although no worker that they need first serves or starts."""
         waiting = any(load.waiting for known in self._of("gateway") for load in known.seen.member.traffic.classes)
-        return waiting and not any(known.seen.member.state != "draining" for known in self._of("decode"))
+        return waiting and not any(
+            known.seen.member.state != "draining" for role in ("decode", "pool") for known in self._of(role)
+        )
 
     def _of(self, role: str) -> list[_Known]:
         return [known for _, known in sorted(self._known.items()) if known.seen.member.role == role]

@@ -103,6 +103,8 @@ class PlannerService:
         """Time at which the next decision is due, on the clock."""
         self._has_taken_over = False
         """Whether the previous planner's numbers were read since this planner got the lease."""
+        self._roles: tuple[Role, ...] = ()
+        """Roles that the platform could scale when its state was last read."""
         self._told: set[Role] = set()
         """Roles whose sharing of cores was logged already."""
         self._trouble = ""
@@ -145,7 +147,9 @@ class PlannerService:
             advisory=objectives.advisory,
             decisions=[Decided(age_seconds=now - past.at, line=past.line, acted=past.acted) for past in self._past],
             pinned={str(role): count for role, count in self._pins.now.items()},
-            may_be_empty=[role for role, limits in objectives.roles.items() if not limits.least and limits.most],
+            may_be_empty=[
+                role for role in self._roles if (limits := objectives.limits(role)).most and not limits.least
+            ],
         )
 
     async def _look(self, now: float) -> None:
@@ -213,7 +217,9 @@ class PlannerService:
                 await self._platform.flip(worker, to)
 
     async def _state(self) -> PlatformState:
-        return await self._call(self._platform.state())
+        state = await self._call(self._platform.state())
+        self._roles = tuple(state.roles)
+        return state
 
     async def _call(self, call: Awaitable[Answer]) -> Answer:
         """Return the platform's answer. Raises UnavailableError if it takes too long."""

@@ -1,4 +1,4 @@
-"""Workers as pods of Kubernetes: the Deployments `worker` (prefill and decode) and `encode` of kubernetes/base.
+"""Workers as pods of Kubernetes: the Deployments `worker` (prefill and decode), `encode` and `pool` of kubernetes/.
 
 The wanted state is kept in the cluster (`Wish`), so that this object may be made anew at any time, and two of them do
 no harm. A label of each pod holds its role. People change the number of workers with `kubectl scale`; only the planner
@@ -20,6 +20,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.platforms.kubernetes_api import GoneError, Json, KubernetesApi, MissingError
 from paceline.services.platforms.kubernetes_pods import (
     COST,
+    FIXED,
     ROLE_LABEL,
     CannotChooseError,
     Pod,
@@ -43,7 +44,7 @@ PAUSE_SECONDS = 0.1
 FIRST_LIST_SECONDS = 30.0
 """Longest time until the first list of pods has come, in seconds."""
 
-PODS = "app.kubernetes.io/name=paceline,app.kubernetes.io/component in (worker,encode)"
+PODS = "app.kubernetes.io/name=paceline,app.kubernetes.io/component in (worker,encode,pool)"
 _ROLES = "v1/configmaps/roles"
 
 log = logging.getLogger(__name__)
@@ -87,11 +88,13 @@ class KubernetesPlatform:
         """
         await self._see()
         async with self._acting:
-            worker, encode = await self._api.get(_deployment("worker")), await self._encode()
-            wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
-        parts: list[tuple[Role, Json, int]] = [("prefill", worker, wish.prefill), ("decode", worker, wish.decode)]
-        if encode is not None:
-            parts.append(("encode", encode, replicas_of(encode)))
+            parts: list[tuple[Role, Json, int]] = []
+            if (worker := await self._find("worker")) is not None:
+                wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
+                parts += [("prefill", worker, wish.prefill), ("decode", worker, wish.decode)]
+            for role in FIXED:
+                if (found := await self._find(role)) is not None:
+                    parts.append((role, found, replicas_of(found)))
         roles: dict[Role, PlatformRole] = {}
         trouble: dict[Role, str] = {}
         for role, deployment, wanted in parts:
@@ -110,9 +113,9 @@ class KubernetesPlatform:
         async with self._acting:
             deployment = await self._api.get(_deployment(component_of(role)))
             before = replicas_of(deployment)
-            if role == "encode":
+            if role in FIXED:
                 await self._mark_victims(deployment, role, wanted, victims)
-                await self._set_replicas("encode", before, wanted)
+                await self._set_replicas(role, before, wanted)
                 return
             wish = read_wish(await self._api.get(_ROLES), before)
             new = wish.with_role(role, wanted, before)
@@ -126,7 +129,7 @@ class KubernetesPlatform:
         await self._see()
         async with self._acting:
             pod = self._book.find(worker_id)
-            if pod is None or pod.ending or "encode" in (pod.role, role):
+            if pod is None or pod.ending or {pod.role, role}.intersection(FIXED):
                 raise UnavailableError(f"there is no worker {worker_id} that could become a {role} worker")
             if pod.role != role:
                 if why := needed_because(self._book.pods("worker"), pod):
@@ -164,10 +167,10 @@ class KubernetesPlatform:
         if time.monotonic() - self._heard > BLIND_SECONDS:
             raise UnavailableError("the API server says nothing about pods; the planner's log has the reason")
 
-    async def _encode(self) -> Json | None:
-        """Return the Deployment of encode workers; None if the cluster has none."""
+    async def _find(self, name: str) -> Json | None:
+        """Return a Deployment of workers; None if the fleet has none of this name."""
         try:
-            return await self._api.get(_deployment("encode"))
+            return await self._api.get(_deployment(name))
         except MissingError:
             return None
 
@@ -266,8 +269,9 @@ class KubernetesPlatform:
 
     async def _give_roles(self) -> None:
         async with self._acting:
-            replicas = replicas_of(await self._api.get(_deployment("worker")))
-            wish = read_wish(await self._api.get(_ROLES), replicas)
+            if (worker := await self._find("worker")) is None:
+                return  # the workers of a model that is an encoder keep their role
+            wish = read_wish(await self._api.get(_ROLES), replicas_of(worker))
             await self._reach(wish)  # the planner may have ended between the two writes
             for pod, role in new_roles(self._book.pods("worker"), wish.prefill, wish.decode):
                 log.info("pod %s becomes a %s worker", pod.name, role)
@@ -290,4 +294,4 @@ def _deployment(name: str) -> str:
 
 def component_of(role: Role) -> str:
     """Return the name of the Deployment of a role's workers."""
-    return "encode" if role == "encode" else "worker"
+    return role if role in FIXED else "worker"

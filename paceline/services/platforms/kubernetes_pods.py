@@ -15,6 +15,8 @@ ROLE_LABEL = "paceline/role"
 COST = "controller.kubernetes.io/pod-deletion-cost"
 """Annotation: among pods that are equally ready, a ReplicaSet ends those with the lowest cost first."""
 
+FIXED: tuple[Role, ...] = ("encode", "pool")
+"""Roles that workers keep. Their pods belong to a Deployment of the role's name."""
 _STUCK = ("CrashLoopBackOff", "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "CreateContainerConfigError")
 """Reasons why a container waits that do not go away by themselves."""
 _PHASES = {"Pending": 0, "Unknown": 1}
@@ -30,7 +32,7 @@ class Pod:
     version: str
     """The resourceVersion of the object that this description was made of."""
     component: str = "worker"
-    """Name of the Deployment to which the pod belongs: `worker` or `encode`."""
+    """Name of the Deployment to which the pod belongs: `worker`, or a role of FIXED."""
     role: Role = "decode"
     phase: str = "Pending"
     placed: bool = False
@@ -66,7 +68,7 @@ class Pod:
             uid=metadata.get("uid", ""),
             version=str(metadata.get("resourceVersion", "")),
             component=component,
-            role="encode" if component == "encode" else "prefill" if labels.get(ROLE_LABEL) == "prefill" else "decode",
+            role=_role(component, labels),
             phase=status.get("phase", "Pending"),
             placed=bool(found.get("spec", {}).get("nodeName")),
             started=any("running" in each.get("state", {}) or each.get("restartCount") for each in containers),
@@ -77,6 +79,12 @@ class Pod:
             restarts=sum(each.get("restartCount", 0) for each in containers),
             problem=_problem(conditions, [*(status.get("initContainerStatuses") or []), *containers]),
         )
+
+
+def _role(component: str, labels: Mapping[str, str]) -> Role:
+    """Return the role of a pod of a Deployment. Pods of `worker` have it in a label."""
+    fixed = next((role for role in FIXED if role == component), None)
+    return fixed or ("prefill" if labels.get(ROLE_LABEL) == "prefill" else "decode")
 
 
 def _problem(conditions: Mapping[str, Any], containers: Iterable[Mapping[str, Any]]) -> str:

@@ -28,14 +28,14 @@ class ServePlatform:
         """Do nothing, because the supervisor itself knows which workers drain."""
 
     async def state(self) -> PlatformState:
-        """Return the numbers of workers by role, as the supervisor counts them."""
+        """Return the numbers of workers, as the supervisor counts them, by the roles that the model may have."""
         answer = await ask_supervisor(self._socket, {})
         # A process that has ended is started again, so nearly all wanted workers are running.
         return PlatformState(
             {
                 role: PlatformRole(counts["wanted"], counts["wanted"], counts["draining"], counts["given_up"])
                 for role in ROLES
-                if (counts := answer[role])
+                if (counts := answer.get(role))
             }
         )
 

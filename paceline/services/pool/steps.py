@@ -13,15 +13,15 @@ from typing import Protocol
 from paceline.core.errors import InvalidRequestError, PacelineError, UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.pooling import PoolWish
+from paceline.core.step_loads import StepLoads
 from paceline.engine.compute_thread import EncodeJob
 from paceline.kernels.encoding import Between
 from paceline.models.pooling.model import PoolResult, TextRow
 from paceline.proto import worker_pb2
 from paceline.services.pool.pool_calls import PoolCall, PoolPiece, StepPlanner
+from paceline.services.worker.pool_counts import PoolCounts
 from paceline.services.worker.pool_messages import to_messages
 
-POOLED_INPUTS = Family("pooled_inputs", "Inputs whose vectors, scores or labels were computed")
-POOLED_TOKENS = Family("pooled_tokens", "Tokens of these inputs")
 POOL_STEPS = Family("pool_steps", "Steps that computed inputs of one or several requests together")
 POOL_WAITING = Family("pool_waiting_tokens", "Tokens of inputs that no step computes yet", "gauge")
 
@@ -67,7 +67,10 @@ class PoolSteps:
         self._in_flight = 0
         self.tokens_per_second = 0.0
         """Measured speed; 0 before the first step that is large enough."""
-        self._inputs = self._tokens = self._steps = 0
+        self._counts = PoolCounts()
+        self._steps = 0
+        self.loads = StepLoads()
+        """Times of steps by their tokens, for the planner."""
 
     @property
     def waiting_tokens(self) -> int:
@@ -91,8 +94,7 @@ class PoolSteps:
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics."""
-        yield Sample("pooled_inputs", self._inputs, POOLED_INPUTS)
-        yield Sample("pooled_tokens", self._tokens, POOLED_TOKENS)
+        yield from self._counts.samples()
         yield Sample("steps", self._steps, POOL_STEPS)
         yield Sample("pool_waiting_tokens", self.waiting_tokens, POOL_WAITING)
 
@@ -133,14 +135,15 @@ class PoolSteps:
         if error is not None:
             self._note_failure(pieces, error)
         else:
-            self._note_speed(sum(piece.tokens for piece in pieces), seconds)
+            tokens = sum(piece.tokens for piece in pieces)
+            self._note_speed(tokens, seconds)
+            self.loads.count(tokens, 0, seconds)
             for piece, own in zip(pieces, messages, strict=True):
                 if (running := self._calls.get(piece.call)) is not None:
                     report = worker_pb2.Report()
                     report.chunks.add(first=piece.first, tokens=piece.tokens, step_ms=1000 * seconds)
                     running.results.put_nowait((own, report))
-                self._inputs += len(piece.inputs)
-                self._tokens += piece.tokens
+                self._counts.add(len(piece.inputs), piece.tokens)
         self._launch_steps()
 
     def _note_speed(self, tokens: int, seconds: float) -> None:

@@ -17,6 +17,7 @@ from paceline.models.pooling.model import PoolingModel, TextRow
 from paceline.proto import common_pb2, worker_pb2
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.pool_wire import wish_from_pb
+from paceline.services.common.wire import load_to_pb
 from paceline.services.pool.pool_calls import PoolCall, StepPlanner
 from paceline.services.pool.steps import PoolSteps
 from paceline.services.worker.admission import WorkerAdmission
@@ -110,7 +111,7 @@ class PoolWorker:
 
     def work(self) -> WorkReport:
         """Return the report for the planner."""
-        return WorkReport(shares_cores=self._takes_turns)
+        return WorkReport(shares_cores=self._takes_turns, steps=[load_to_pb(load) for load in self.steps.loads.all()])
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of the steps."""

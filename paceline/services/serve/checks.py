@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import get_args
 
 from paceline.core.cache_policy.registry import find_policy
 from paceline.core.config import GIB, ServeConfig, has_pools, quantization_of
@@ -43,7 +44,6 @@ def check_config(config: ServeConfig) -> None:
 def check_model(config: ServeConfig, folder: Path) -> None:
     """Raise ConfigError or ModelError for options that do not fit the model in `folder`."""
     if is_encoder(folder):
-        _check_encoder(config, folder)
         return
     speculative = parse_speculative_config(config.speculative_config)
     check_speculative(speculative, folder, config.model_impl)
@@ -66,20 +66,37 @@ def generates(config: ServeConfig, folder: Path) -> bool:
     return pooling is None or pooling.generates
 
 
-def _check_encoder(config: ServeConfig, folder: Path) -> None:
-    check_encode_workers(config, folder, config.encode)
-    if config.planner:
-        raise ConfigError(f"{served_name(config)} has pool workers, which no planner scales: use paceline scale")
+def roles_of(config: ServeConfig, folder: Path) -> tuple[Role, ...]:
+    """Return the roles of workers that the model in `folder` may have. Raises ModelError or ConfigError."""
+    if is_encoder(folder):
+        return ("pool",)
+    return ("prefill", "decode", "encode") if generates(config, folder) else ("prefill", "encode")
 
 
-def check_roles(config: ServeConfig, is_encoder: bool, added: Mapping[Role, int]) -> None:
-    """Raise ConfigError for workers of roles that the model does not have."""
-    for role in added:
-        if is_encoder != (role == "pool"):
-            does = (
-                "makes no text, so it has pool workers only" if is_encoder else "makes text, so it has no pool workers"
-            )
-            raise ConfigError(f"{served_name(config)} {does}")
+def check_roles(config: ServeConfig, roles: Sequence[Role], wanted: Container[str]) -> None:
+    """Raise ConfigError for workers of roles that the model does not have.
+
+    Args:
+        roles: the roles that the model may have.
+        wanted: the roles of workers that a person has asked for.
+    """
+    every: tuple[Role, ...] = get_args(Role)
+    for role in every:
+        if role in wanted and role not in roles:
+            makes = "makes text" if "decode" in roles else "makes no text"
+            own = ", ".join(roles)
+            raise ConfigError(f"{served_name(config)} {makes} and has no {role} workers; its workers are: {own}")
+
+
+def named_roles(config: ServeConfig, shared: Container[str]) -> list[str]:
+    """Return the roles of which the options of a model ask for workers.
+
+    Args:
+        shared: options that are meant for several models, so that one of them may have no use for them.
+    """
+    every: tuple[Role, ...] = get_args(Role)
+    given = config.model_fields_set
+    return [role for role in every if role in given and role not in shared and getattr(config, role)]
 
 
 def check_encode_workers(config: ServeConfig, folder: Path, count: int) -> None:

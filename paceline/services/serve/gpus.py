@@ -24,16 +24,17 @@ def visible_gpus(folder: Path = _FOLDER) -> list[str]:
         return []
 
 
-def default_budget(config: ServeConfig, gpus: int) -> int:
+def default_budget(config: ServeConfig, gpus: int, roles: Sequence[str] = ("prefill", "decode", "encode")) -> int:
     """Return the planner's budget for a user who has set none: the number of GPUs, or the number of workers that the
     user wants if it is larger.
 
     Several workers on one GPU are no faster than one, so the planner adds no worker that would have to share.
+
+    Args:
+        roles: the roles of workers that the model may have.
     """
-    devices = config.prefill_devices, config.decode_devices, config.encode_devices
-    first = config.prefill, config.decode, config.encode
-    least = config.least_prefill, config.least_decode, config.least_encode
-    return max(gpus, sum(each * max(counts) for each, *counts in zip(devices, first, least)))
+    values = config.model_dump()
+    return max(gpus, sum(values[f"{role}_devices"] * max(values[role], values[f"least_{role}"]) for role in roles))
 
 
 class GpuPlaces:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from paceline.core.config import ServeConfig
 from paceline.core.machine import available_memory
@@ -32,6 +33,7 @@ class ModelStack:
         folder: folder for the files of the fleet. The cluster is named after this folder and the model's number.
         label: prefix of the names of the model's processes in output; "" if there is only one model.
         on_lost: called with the error if the model can no longer be served.
+        shared: names of the options that are given for several models.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ModelStack:
         number: int,
         label: str,
         on_lost: Callable[[ModelStack, BaseException], object],
+        shared: Collection[str] = (),
     ) -> None:
         self.config = config
         self.folder = Path()
@@ -53,8 +56,9 @@ class ModelStack:
         self._settings = folder / f"fleet-{number}.toml"
         self._label = label
         self._on_lost = on_lost
-        self.is_encoder = False
-        """Whether the model has pool workers alone; only valid after `prepare`."""
+        self._shared = shared
+        self._roles: tuple[Role, ...] = ()
+        """Roles of workers that the model may have; only valid after `prepare`."""
         self._kvtransfer: ManagedProcess | None = None
         self._planner: ManagedProcess | None = None
         self._workers: WorkerFleet | None = None
@@ -77,19 +81,21 @@ class ModelStack:
             self.config = config.model_copy(update={"speculative_config": text})
         self.folder = await self._processes.prepare(f"{self._label}prepare", config)
         self._leases.append(lease_model(self.folder))
-        self.is_encoder = checks.is_encoder(self.folder)
-        if not checks.generates(self.config, self.folder):
-            self.config = self.config.model_copy(update={"decode": 0})
+        self._roles = checks.roles_of(self.config, self.folder)
+        checks.check_roles(self.config, self._roles, checks.named_roles(self.config, self._shared))
+        others = dict.fromkeys({*get_args(Role)}.difference(self._roles), 0)
+        self.config = self.config.model_copy(update=others)
         checks.check_model(self.config, self.folder)
 
     async def start(self, redis: str, secret: Path) -> None:
         """Start the workers and, if they have KV blocks, kvtransfer. Open the socket for scaling."""
         config = self.config
         # Workers of several models take turns on the cores by a file that all of them know.
+        is_encoder = "pool" in self._roles
         turns = str(self._settings.parent / "turns") if self._label else ""
-        text = fleet_settings(config, self.folder, redis, self.cluster, secret, self.is_encoder, turns)
+        text = fleet_settings(config, self.folder, redis, self.cluster, secret, is_encoder, turns)
         self._settings.write_text(text)
-        arguments = [] if self.is_encoder else [f"--kvtransfer-address={await self._start_kvtransfer()}"]
+        arguments = [] if is_encoder else [f"--kvtransfer-address={await self._start_kvtransfer()}"]
         self._workers = workers = WorkerFleet(
             lambda worker: self._processes.worker(
                 worker, self._options, *arguments, label=self._label, has_gpu=self._has_gpus
@@ -99,9 +105,9 @@ class ModelStack:
             partial(tell_role, Credentials(read_secret(str(secret)))),
             self._check_added,
             lambda line: say(f"  {self._label}{line.lstrip()}"),
+            self._roles,
         )
-        generating: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode, "encode": config.encode}
-        await workers.scale({"pool": config.pool} if self.is_encoder else generating)
+        await workers.scale({role: getattr(config, role) for role in self._roles})
         self._scaling = ScalingSocket(self.socket, workers)
         await self._scaling.start()
 
@@ -119,7 +125,7 @@ class ModelStack:
         if self.config.planner:
             options = [f"--supervisor-socket={self.socket}"]
             if self._has_gpus and not self.config.budget:
-                options.append(f"--budget={default_budget(self.config, self._processes.gpus.count)}")
+                options.append(f"--budget={default_budget(self.config, self._processes.gpus.count, self._roles)}")
             self._planner = self._service("planner", *options)
             await self._processes.start(self._planner, self._note_broken)
             await self._planner.ready()
@@ -161,7 +167,7 @@ class ModelStack:
 
     def _check_added(self, added: Mapping[Role, int]) -> None:
         """Raise ConfigError if the model or the memory allows no such workers."""
-        checks.check_roles(self.config, self.is_encoder, added)
+        checks.check_roles(self.config, self._roles, added)
         checks.check_encode_workers(self.config, self.folder, added.get("encode", 0))
         if self._processes.stack_serves:  # the first workers were checked with the rest of the stack
             checks.check_more_workers(self.config, self.folder, sum(added.values()), available_memory())

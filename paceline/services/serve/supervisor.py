@@ -102,9 +102,11 @@ class Supervisor:
 
     async def _start(self, folder: Path) -> None:
         several = len(self._models) > 1
+        shared = self._config.model_fields_set if self._config.models_file else ()
         for number, config in enumerate(self._models):
             label = f"{served_name(config)}/" if several else ""
-            self._stacks.append(ModelStack(config, self._processes, folder, number, label, self._note_lost))
+            stack = ModelStack(config, self._processes, folder, number, label, self._note_lost, shared)
+            self._stacks.append(stack)
         for stack in self._stacks:
             await stack.prepare()
         if warning := checks.check_memory([(each.config, each.folder) for each in self._stacks], available_memory()):

@@ -48,6 +48,7 @@ class WorkerFleet:
         check: raises ConfigError if the model has no use for so many more workers of each role, or the machine has no
             memory for them.
         tell: shows a line to the user.
+        roles: the roles that workers of the model may have.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class WorkerFleet:
         flip: Callable[[ServedWorker, Role], Awaitable[None]],
         check: Callable[[Mapping[Role, int]], None],
         tell: Callable[[str], None],
+        roles: Sequence[Role],
     ) -> None:
         self._make = make
         self._supervise = supervise
@@ -65,6 +67,7 @@ class WorkerFleet:
         self._flip = flip
         self._check = check
         self._tell = tell
+        self._roles = roles
         # Names are not used again, because a worker that drains still has its own.
         self._numbers: dict[Role, itertools.count[int]] = {role: itertools.count() for role in get_args(Role)}
         self._workers: dict[Role, list[ServedWorker]] = {role: [] for role in get_args(Role)}
@@ -125,7 +128,7 @@ class WorkerFleet:
         async with self._scaling:
             changes = [(worker, role) for name, role in roles.items() if (worker := self._find(name)).role != role]
             for worker, role in changes:
-                if worker.role not in FLIPPING or role not in FLIPPING:
+                if not {worker.role, role} <= {*FLIPPING}.intersection(self._roles):
                     raise ConfigError(f"{worker.name} is {worker.role} and cannot become {role}: start a new worker")
                 if not worker.process.is_ready:
                     raise ConfigError(f"{worker.name} does not serve yet; try again when it is ready")
@@ -151,7 +154,9 @@ class WorkerFleet:
         self._first_are_ready = True
 
     def state(self) -> dict[str, dict[str, int]]:
-        """Return, for each role, the numbers of wanted, ready and draining workers, and of workers given up so far."""
+        """Return, for each role that workers may have, the numbers of wanted, ready and draining workers, and of those
+        that were given up so far.
+        """
         return {
             role: {
                 "wanted": len(workers),
@@ -160,6 +165,7 @@ class WorkerFleet:
                 "given_up": self._given_up[role],
             }
             for role, workers in self._workers.items()
+            if role in self._roles
         }
 
     def give_up(self, process: ManagedProcess) -> bool:

@@ -25,14 +25,14 @@ class WorkerAdmission:
         """Requests that were admitted and have not ended."""
         self.draining = False
         """Whether new requests are refused. `drain` sets it."""
-        self.on_draining: Callable[[], None] = lambda: None
-        """Called each time that the worker begins to drain."""
+        self._drain_listeners: list[Callable[[], None]] = []
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
         """For each preempted request, in order of preemption, whether it is of the background."""
         self._deadlines: set[asyncio.Timeout] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._emptied = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def admit(self, background: bool = False) -> AsyncIterator[None]:
@@ -90,6 +90,12 @@ class WorkerAdmission:
             self._deadlines.remove(deadline)
             if not self._deadlines:
                 self._idle.set()
+                self._emptied.set()
+
+    async def emptied(self) -> None:
+        """Wait until the last running request has ended since the call before. Only one task may wait."""
+        await self._emptied.wait()
+        self._emptied.clear()
 
     @contextlib.contextmanager
     def waiting_for_blocks(self, key: Key, background: bool = False) -> Iterator[Callable[[], bool]]:
@@ -109,11 +115,16 @@ class WorkerAdmission:
         """Number of requests that were preempted and wait for blocks."""
         return len(self._preempted)
 
+    def listen(self, on_draining: Callable[[], None]) -> None:
+        """Call `on_draining` from now on each time that the worker begins to drain."""
+        self._drain_listeners.append(on_draining)
+
     def begin_drain(self) -> None:
         """Refuse new requests from now on."""
         if not self.draining:
             self.draining = True
-            self.on_draining()
+            for on_draining in self._drain_listeners:
+                on_draining()
 
     async def drain(self, seconds: float) -> bool:
         """Wait up to `seconds` until nothing runs. Then end the remaining requests with DrainingError.

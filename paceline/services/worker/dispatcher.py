@@ -33,15 +33,14 @@ class Dispatcher:
     """Takes the engine's events on the event loop.
 
     Args:
+        engine: the engine that sends the events.
         streams: the event streams of requests in the engine.
         media: the encodings that requests read.
     """
 
-    engine: Engine
-    """The engine that sends the events. It is set before the first event."""
-
-    def __init__(self, kv: KVClient, streams: EventStreams, media: RequestMediaTable) -> None:
-        kv.on_lease_lost = self._on_lease_lost
+    def __init__(self, engine: Engine, kv: KVClient, streams: EventStreams, media: RequestMediaTable) -> None:
+        kv.listen(self._on_lease_lost)
+        self._engine = engine
         self._kv = kv
         self._streams = streams
         self._media = media
@@ -100,7 +99,7 @@ class Dispatcher:
     def _on_lease_lost(self, key: Key) -> None:
         if key not in self._streams:
             return  # the lease is of an encoding, or of a request that is not in the engine; it is released later
-        self.engine.remove(key)
+        self._engine.remove(key)
         self._streams.put(key, lost(key))
 
     def _extend(self, key: Key, token_count: int) -> None:
@@ -108,9 +107,9 @@ class Dispatcher:
             if key not in self._streams:
                 return  # the request has left the engine meanwhile, and its blocks are released
             if isinstance(outcome, Reservation):
-                self.engine.grow(key, outcome.tables)
+                self._engine.grow(key, outcome.tables)
             elif isinstance(outcome, BusyError):
-                self.engine.starve(key)
+                self._engine.starve(key)
             else:
                 self._on_lease_lost(key)
 

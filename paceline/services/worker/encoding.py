@@ -14,10 +14,9 @@ from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.wire import media_input_from_pb, spans_from_pb
-from paceline.services.worker.encoder import EncodeTimes, WorkerEncoder
+from paceline.services.worker.encoder import AbandonedError, EncodeTimes, WorkerEncoder
 from paceline.services.worker.encodings import Encodings, HeldEncoding
 from paceline.services.worker.event_stream import ALIVE_SECONDS
-from paceline.services.worker.fair_turns import AbandonedError
 
 Send = Callable[[worker_pb2.ComputeEvent], Awaitable[None]]
 

@@ -39,14 +39,11 @@ class KVClient:
 
     Operations are applied in the order of the calls. Leases are renewed until they are released. Every operation ends:
     with an answer, or with UnavailableError if none came in time or the session has ended.
-
-    `on_lease_lost` is called for a lease that ended before it was renewed, or that cannot be claimed from a service
-    that was started again.
     """
 
     def __init__(self, address: str, worker_id: str, role: str, credentials: Credentials) -> None:
-        self.on_lease_lost: Callable[[Key], None] = lambda key: None
-        self._leases = Leases(lambda key: self.on_lease_lost(key))
+        self._lost_listeners: list[Callable[[Key], None]] = []
+        self._leases = Leases(self._tell_lost)
         self.session = KVSession(address, worker_id, role, credentials, self._leases)
         self.take_role(role)
 
@@ -55,6 +52,15 @@ class KVClient:
         self.session.role = role
         # A prefill worker's seals do not linger, because kvtransfer sends sealed blocks to other hosts at once.
         self._may_linger = role == "decode"
+
+    def listen(self, on_lost: Callable[[Key], None]) -> None:
+        """Call `on_lost` from now on for each lease that ends before it is renewed, or that cannot be claimed from a
+        service that was started again."""
+        self._lost_listeners.append(on_lost)
+
+    def _tell_lost(self, key: Key) -> None:
+        for on_lost in self._lost_listeners:
+            on_lost(key)
 
     def has(self, key: Key) -> bool:
         """Return whether this worker has a lease under `key`, as far as it knows."""

@@ -104,6 +104,7 @@ class PoolHandler:
                 result = PoolResult(await asyncio.to_thread(running.result))
             except ModelError as error:
                 result = PoolResult(None, str(error))
+        self._worker.pooled.add(1, len(context))
         job.results.put_nowait((index, result))
 
     @contextlib.asynccontextmanager

@@ -20,6 +20,7 @@ from paceline.engine.loading import Loaded
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
+from paceline.engine.step import Event
 from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
@@ -35,6 +36,7 @@ from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream, Ev
 from paceline.services.worker.intake import Intake
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.kv_memory import KVMemory
+from paceline.services.worker.pool_counts import PoolCounts
 from paceline.services.worker.request_media import RequestMediaTable
 from paceline.services.worker.work_check import check_encode, check_pool, check_pool_texts, check_work
 from paceline.services.worker.worker_role import WorkerRole
@@ -109,7 +111,6 @@ class Worker:
         self.adapters = AdapterStore(loaded.adapters, limits.max_adapters)
         self.intake = Intake(loaded, kv, self.adapters)
         self._streams = EventStreams()
-        self.dispatcher = Dispatcher(kv, self._streams, self.media)
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """A future that gets an exception if the engine fails."""
@@ -129,7 +130,7 @@ class Worker:
         self.engine = Engine(
             Scheduler(self.engine_limits, Speculation(loaded.max_drafts, adaptive), self._pool),
             self.runner,
-            on_events=self._on_loop(self.dispatcher.take),
+            on_events=self._on_loop(self._dispatch),
             on_failure=self._on_loop(self._fail),
             steps_in_flight=limits.steps_in_flight,
             turns=turns,
@@ -137,7 +138,8 @@ class Worker:
             peers=memory.peers,
             itl_target=limits.itl_target,
         )
-        self.dispatcher.engine = self.engine
+        self.dispatcher = Dispatcher(self.engine, kv, self._streams, self.media)
+        self.pooled = PoolCounts()
         self.encoding: EncodeHandler | None = None
         """None if the model has no encoders."""
         if self.encodings is not None and loaded.load_encoders is not None:
@@ -151,6 +153,9 @@ class Worker:
             self._loop.call_soon_threadsafe(function, argument)
 
         return call
+
+    def _dispatch(self, events: list[Event]) -> None:
+        self.dispatcher.take(events)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
@@ -198,6 +203,8 @@ class Worker:
         yield Sample("stored_bytes", stats.stored_blocks * slot_bytes, OFFLOAD_BYTES, {"direction": "store"})
         if (counts := self._pool.counts()) is not None:
             yield from counts.samples()
+        if self.pooler is not None:
+            yield from self.pooled.samples()
         if self.encoding is not None:
             yield from self.encoding.encoder.samples()
         yield from self.adapters.samples()

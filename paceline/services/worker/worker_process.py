@@ -38,6 +38,7 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, Role, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.tasks import end_tasks
 from paceline.services.common.unix_socket import Framed, UnixListener
 from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.kv_client import KVClient
@@ -45,6 +46,10 @@ from paceline.services.worker.worker_role import WorkerRole
 from paceline.services.worker.worker_setup import ComputeOptions, WorkerSetup
 
 log = logging.getLogger(__name__)
+
+_LAST_FIGURES_SECONDS = 0.2
+"""Time from the end of a worker's last request to the report with its figures, in seconds. The engine's last step ends
+meanwhile, and short requests that follow each other cost few reports."""
 
 
 class AnyWorker(Protocol):
@@ -194,6 +199,14 @@ class WorkerProcess(Generic[W]):
         self._worker = worker
         self._startup_seconds, self._state_since = process_seconds(), time.monotonic()
         self._registrar.announce()
+        undo.push_async_callback(end_tasks, asyncio.create_task(self._tell_last_figures(worker.admission)))
+
+    async def _tell_last_figures(self, admission: WorkerAdmission) -> None:
+        """Write the member soon after each time that the last request has ended, so that metrics are soon complete."""
+        while True:
+            await admission.emptied()
+            await asyncio.sleep(_LAST_FIGURES_SECONDS)
+            self._registrar.announce()
 
     async def wait(self, stop: asyncio.Event) -> None:
         """Wait until `stop` is set or kvtransfer leaves. Raises UnavailableError if the worker cannot go on."""

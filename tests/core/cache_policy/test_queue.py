@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.cache_policy.queue import UseQueue
+from paceline.core.cache_policy.lru import UseQueue
 from tests.core.cache_policy.policies import name
 
 

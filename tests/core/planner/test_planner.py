@@ -17,7 +17,7 @@ from paceline.core.planner.needs import Outlook, assess
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.planner.replay import from_json, to_json
-from paceline.core.planner.reports import Report, Role, RoleReport, Traffic, WorkerReport
+from paceline.core.planner.reports import Report, Role, RoleReport, Steps, Traffic, WorkerReport
 from paceline.core.planner.step_fit import FittedStepTimes
 from tests.core.planner.fleets import decode_report
 
@@ -311,3 +311,39 @@ def test_advice_is_marked() -> None:
 def test_objectives_that_contradict_each_other_are_refused(objectives: Objectives, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Planner(objectives)
+
+
+def pool_report(at: float, workers: int, calls: int, waiting: int = 0) -> Report:
+    """Return the report of a fleet of pool workers, for `calls` calls in five seconds of 4,000 tokens, which take a
+    second."""
+    seconds = Distribution.of([0.125] * 40)
+    steps = (Steps(500.0, 0.0, seconds),) if calls else ()
+    described = tuple(WorkerReport(f"p{i}", "pool", state_seconds=100.0, steps=steps) for i in range(workers))
+    traffic = Traffic(5.0, calls, calls, waiting=waiting, prompt_tokens=Distribution.of([4000.0] * calls))
+    roles: dict[Role, RoleReport] = {"pool": RoleReport(workers, startup_seconds=10.0, drain_seconds=5.0)}
+    return Report(at, "1", described, roles, {"default": traffic} if calls or waiting else {})
+
+
+def test_pool_workers_are_as_many_as_the_calls_need() -> None:
+    objectives = Objectives(
+        default=Latency(ttft=4.0), roles={"pool": RoleLimits(0, 8)}, idle_seconds=20.0, slow_seconds=10.0
+    )
+    planner = Planner(objectives)
+    calm = run(planner, lambda at: pool_report(at, 1, 2), 6)
+    assert {decision.wanted["pool"] for decision in calm} == {1}
+    busy = run(planner, lambda at: pool_report(at, 1, 14), 3, first=30.0)
+    assert busy[0].wanted["pool"] in (4, 5)
+    idle = run(planner, lambda at: pool_report(at, 4, 0), 20, first=45.0)
+    assert any(decision.wanted["pool"] < 4 for decision in idle)
+    asleep = run(planner, lambda at: pool_report(at, 0, 0), 2, first=145.0)
+    assert asleep[-1].wanted["pool"] == 0
+    awake = planner.decide(pool_report(160.0, 0, 0, waiting=1))
+    assert awake.wanted["pool"] >= 1
+
+
+def test_the_least_workers_of_both_kinds_of_fleets_are_not_added_up() -> None:
+    """A fleet has pool workers or the others, so the budget has room for the larger of the two leasts."""
+    roles: dict[Role, RoleLimits] = {"prefill": RoleLimits(1), "decode": RoleLimits(1), "pool": RoleLimits(1)}
+    Objectives(roles=roles, budget=2).check()
+    with pytest.raises(ConfigError, match="take 3 devices, the budget has 2"):
+        Objectives(roles={**roles, "pool": RoleLimits(3)}, budget=2).check()

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.block_pool import BlockEvent
-from paceline.services.common.block_stream import BlockBatch, block_keys
 from paceline.services.common.secret import Secret
+from paceline.services.common.streams import BlockBatch, block_keys
 
 events = st.builds(
     BlockEvent, st.sampled_from(["stored", "removed"]), st.integers(0, 255), st.binary(min_size=16, max_size=16)

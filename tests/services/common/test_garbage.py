@@ -5,8 +5,8 @@ import gc
 
 import pytest
 
-from paceline.services.common import garbage
-from paceline.services.common.garbage import BUSY_SECONDS, WORTHWHILE, collect_when_idle, is_due
+from paceline.services.common import lifecycle
+from paceline.services.common.lifecycle import BUSY_SECONDS, WORTHWHILE, collect_when_idle, is_due
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_full_collection_waits_for_a_pause(collections: int, seconds: float, r
 
 
 async def test_garbage_is_collected_when_no_request_runs_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(lifecycle, "LOOK_SECONDS", 0.01)
     full: list[int] = []
 
     def note(phase: str, info: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from redis.asyncio import Redis
 
-from bench.services import free_port
+from bench.common.services import free_port
 from paceline.core.errors import ConfigError, UnavailableError
 from paceline.core.metrics import Family, Histogram, Sample
 from paceline.core.numerics import Numerics

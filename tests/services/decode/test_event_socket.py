@@ -13,8 +13,7 @@ from paceline.proto import worker_pb2
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.unix_socket import Framed, UnixListener, socket_address
-from paceline.services.decode.event_socket import EventConnection
-from paceline.services.decode.outbox import MAX_TOKENS, Outboxes
+from paceline.services.decode.outbox import MAX_TOKENS, EventConnection, Outboxes
 from paceline.services.gateway.fleet.event_feed import EventFeed, FeedError, Inbox
 
 PATIENCE = 20.0

@@ -23,14 +23,17 @@ PROMPTS = {"query": "q: ", "document": "d: "}
 _TASKS = common_pb2
 
 
-def write_toy_encoder(folder: Path, architecture: str = "BertModel", labels: int = 0, **settings: Any) -> Path:
+def write_toy_encoder(
+    folder: Path, architecture: str = "BertModel", labels: int = 0, template: str | None = None, **settings: Any
+) -> Path:
     """Write the files of an encoder that embeds, or has labels, and return the folder.
 
     Args:
         architecture: "BertModel" embeds; "BertForSequenceClassification" has labels, and scores pairs if it has one.
+        template: the model's chat template; None is none.
         settings: fields of config_sentence_transformers.json, such as prompts.
     """
-    write_toy_model(folder, chat_template=None)
+    write_toy_model(folder, chat_template=template)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="$A <|end|>", pair="$A <|end|> $B:1 <|end|>:1", special_tokens=[("<|end|>", END)]

@@ -6,8 +6,7 @@ from typing import Any
 
 from paceline.core.config.http import HttpOptions
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds, RequestMemory
-from paceline.services.gateway.http.pool import FairPool
-from paceline.services.gateway.http.request_scope import RequestScope
+from paceline.services.gateway.http.request_scope import FairPool, RequestScope
 
 
 def toy_scope(request_id: str = "r", **fields: Any) -> RequestScope:

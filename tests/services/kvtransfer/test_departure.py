@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.departure import Departure
-from paceline.services.kvtransfer.hot_prefixes import hot_prefixes
+from paceline.services.kvtransfer.departure import Departure, hot_prefixes
 from tests.services.kvtransfer.kv_host import layout
 from tests.services.kvtransfer.kv_pair import Pair, pair
 from tests.services.kvtransfer.kv_toolkit import Desk, chain

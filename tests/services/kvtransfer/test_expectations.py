@@ -9,7 +9,7 @@ from paceline.core.context import Context
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.expectations import expectation_from_pb, hinted_blocks
+from paceline.services.kvtransfer.ledger.hints import expectation_from_pb, hinted_blocks
 
 LAYOUT = make_layout((GroupShape("full", (0,), 1, 8), GroupShape("sliding", (1,), 1, 8, window=32)), 4, "m")
 LINKS = Context(list(range(160))).links(LAYOUT.fingerprint)

@@ -15,7 +15,7 @@ import pytest
 
 from paceline.core.errors import UnavailableError
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.kvtransfer.awake_clock import AwakeClock
+from paceline.services.kvtransfer.host_memory import AwakeClock
 from tests.services.kvtransfer.kv_host import SLOTS, Host, batch, key, layout, release, reserve
 from tests.services.kvtransfer.kv_toolkit import LEASE
 

@@ -164,3 +164,24 @@ def test_the_revision_changes_with_targets_and_pins() -> None:
     }
     assert len(names) == 3
     assert revision_of(ONE_EACH, {}) == revision_of(replace(ONE_EACH, problems={"decode": "no device"}), {})
+
+
+def test_the_first_role_is_that_of_the_fleet() -> None:
+    """Requests wait for decode workers, for pool workers of an encoder, and for prefill workers of a model that only
+    pools."""
+    builder = ReportBuilder()
+    for roles, first in (
+        (("prefill", "decode", "encode"), "decode"),
+        (("pool",), "pool"),
+        (("prefill", "encode"), "prefill"),
+    ):
+        state = PlatformState({role: PlatformRole(1, 1) for role in roles})  # type: ignore[misc]
+        assert builder.report(100, state, {}, ()).first_role == first
+
+
+def test_requests_of_an_encoder_wait_for_pool_workers() -> None:
+    builder = ReportBuilder()
+    builder.observe(100, [Seen(gateway(5, waiting=1), 0.5)])
+    assert builder.waits_without_worker()
+    builder.observe(101, [Seen(gateway(5, waiting=1), 0.5), Seen(worker("pool-0", state="starting"), 0.5)])
+    assert not builder.waits_without_worker()

@@ -255,14 +255,21 @@ async def test_without_news_the_planner_gets_no_state(fleet: Fleet, monkeypatch:
             await asyncio.sleep(0.01)
 
 
-async def test_encode_workers_have_a_deployment_of_their_own(fleet: Fleet) -> None:
-    fleet.cluster.deployment("encode", 0)
-    await fleet.platform.scale("encode", 2)
-    await fleet.cluster.control("encode")
+@pytest.mark.parametrize("role", ["encode", "pool"])
+async def test_encode_and_pool_workers_have_a_deployment_of_their_own(role: Role, fleet: Fleet) -> None:
+    if role == "pool":  # a model that is an encoder has no other workers
+        del fleet.cluster.objects[DEPLOYMENTS, NAMESPACE, "worker"]
+    fleet.cluster.deployment(role, 0)
+    await fleet.platform.scale(role, 2)
+    await fleet.cluster.control(role)
     await fleet.cluster.start()
     async with asyncio.timeout(PATIENCE):
-        while (await fleet.counts())["encode"] != PlatformRole(2, 2):
+        while (counts := await fleet.counts())[role] != PlatformRole(2, 2):
             await asyncio.sleep(0.01)
+    assert counts.keys() == ({"pool"} if role == "pool" else {"prefill", "decode", "encode"})
+    name = next(name for name in fleet.roles() if name.startswith(role))
+    with pytest.raises(UnavailableError, match="no worker"):
+        await fleet.platform.flip(name, "decode")
 
 
 async def test_two_planners_that_act_at_once_do_no_harm(fleet: Fleet) -> None:

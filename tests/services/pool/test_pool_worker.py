@@ -100,6 +100,10 @@ async def test_results_are_those_of_transformers_and_depend_on_no_other_input(
     figures = {sample.figure: sample.value for sample in process.worker.samples()}
     assert figures["pooled_inputs"] == 3 * len(TEXTS)
     assert figures["steps"] < 3 * len(TEXTS)
+    # The planner learns the times of steps by their tokens.
+    loads = process.worker.work().steps
+    assert sum(load.tokens for load in loads) == figures["pooled_tokens"] == 3 * sum(map(len, inputs))
+    assert all(load.context == 0 and load.seconds.counts for load in loads)
 
 
 async def test_a_member_of_the_role_pool_has_no_host(process: WorkerProcess[PoolWorker]) -> None:

@@ -20,7 +20,12 @@ from paceline.services.serve.checks import (
     check_memory,
     check_model,
     check_port,
+    check_roles,
+    named_roles,
+    roles_of,
 )
+from tests.pooling_folders import write_modules
+from tests.services.gateway.toy_pooling import write_toy_encoder
 from tests.tiny_checkpoints import write_gemma4_with_media, write_tiny
 
 MIB = 1 << 20
@@ -143,6 +148,30 @@ def test_encode_workers_need_a_model_with_encoders(tmp_path: Path, model_folder:
     check_model(ServeConfig(encode=1), tmp_path)
     with pytest.raises(ConfigError, match="has no encoders"):
         check_model(ServeConfig(encode=1, model_impl="transformers"), tmp_path)
+
+
+def test_workers_of_a_role_that_a_model_does_not_have_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    encoder = write_toy_encoder(tmp_path / "encoder")
+    embedder = tmp_path / "embedder"
+    write_tiny(embedder, "qwen3", head="Model")
+    write_modules(embedder, "lasttoken", normalize=True)
+    for folder, options, message in (
+        (model_folder, {"pool": 2}, "makes text and has no pool workers; its workers are: prefill, decode, encode"),
+        (encoder, {"prefill": 1}, "makes no text and has no prefill workers; its workers are: pool"),
+        (encoder, {"decode": 1, "pool": 2}, "has no decode workers"),
+        (encoder, {"encode": 1}, "has no encode workers"),
+        (embedder, {"decode": 1}, "makes no text and has no decode workers; its workers are: prefill, encode"),
+        (embedder, {"pool": 1}, "has no pool workers"),
+    ):
+        config = ServeConfig.model_validate({"model": str(folder), **options})
+        roles = roles_of(config, folder)
+        with pytest.raises(ConfigError, match=message):
+            check_roles(config, roles, named_roles(config, ()))
+        # With --models-file, numbers on the command line are for the models that have such workers.
+        check_roles(config, roles, named_roles(config, {"prefill", "decode", "encode", "pool"}))
+    for folder, options in ((encoder, {"pool": 3, "encode": 0}), (model_folder, {"prefill": 2}), (embedder, {})):
+        config = ServeConfig.model_validate({"model": str(folder), **options})
+        check_roles(config, roles_of(config, folder), named_roles(config, ()))
 
 
 POOLS = {"kv_pool": "device", "kv_pool_memory": "32MiB", "kv_memory": "64MiB"}

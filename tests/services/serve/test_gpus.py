@@ -59,6 +59,11 @@ def test_the_planner_has_the_gpus_and_room_for_the_workers_that_the_user_wants(
     assert default_budget(ServeConfig.model_validate({"model": "m", **options}), gpus) == budget
 
 
+def test_the_budget_of_pool_workers_does_not_count_others() -> None:
+    config = ServeConfig(model="m", prefill=5, pool=2, pool_devices=2)
+    assert default_budget(config, 1, ("pool",)) == 4
+
+
 async def test_workers_see_their_own_only_and_a_restarted_one_gets_the_free_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

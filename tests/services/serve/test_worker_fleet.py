@@ -41,6 +41,7 @@ class Fleet:
             self._flip,
             lambda added: None,
             lambda line: None,
+            ("prefill", "decode", "encode"),
         )
 
     def _make(self, worker: ServedWorker) -> ManagedProcess:

@@ -187,7 +187,7 @@ async def test_an_evicted_encoding_comes_back_from_the_disk(tmp_path: Path) -> N
 async def test_a_lost_encoding_stays_until_its_worker_is_done(tmp_path: Path) -> None:
     async with hosts(tmp_path) as (host,), attached(host) as worker:
         lost: list[Key] = []
-        worker.kv.on_lease_lost = lost.append
+        worker.kv.listen(lost.append)
         await worker.encode()
         read = await worker.encodings.hold(CAT, LENGTH)
         written = await worker.encodings.reserve(DOG, LENGTH)

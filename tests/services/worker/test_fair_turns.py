@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.services.worker.fair_turns import AbandonedError, FairTurns
+from paceline.services.worker.encoder import AbandonedError, FairTurns
 
 
 async def serve(owners: Sequence[str], leaving: frozenset[int] = frozenset()) -> list[tuple[str, int]]:

@@ -22,7 +22,7 @@ async def test_a_worker_learns_that_a_lease_ended_and_frees_the_blocks_when_it_i
     host: UnreliableHost, caplog: pytest.LogCaptureFixture
 ) -> None:
     lost: list[Key] = []
-    host.decode.on_lease_lost = lost.append
+    host.decode.listen(lost.append)
     await host.decode.reserve(KEY, [], 64, 0)
     host.service.now += LEASE
     await host.until(lambda: lost == [KEY])
@@ -77,7 +77,7 @@ async def test_a_worker_knows_what_it_holds(host: UnreliableHost) -> None:
 
 async def test_who_fills_has_lost_nothing(host: UnreliableHost) -> None:
     lost: list[Key] = []
-    host.prefill.on_lease_lost = lost.append
+    host.prefill.listen(lost.append)
     await host.decode.reserve(KEY, [], 64, 0)
     opened = await host.prefill.open(KEY)
     host.service.pause = LEASE

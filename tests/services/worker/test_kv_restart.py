@@ -46,7 +46,8 @@ async def come_back(host: UnreliableHost) -> None:
 @pytest.mark.slow
 async def test_what_the_engine_has_goes_on_over_the_death_of_the_service(host: UnreliableHost) -> None:
     lost: list[Key] = []
-    host.decode.on_lease_lost = host.prefill.on_lease_lost = lost.append
+    for client in (host.decode, host.prefill):
+        client.listen(lost.append)
     await host.decode.reserve(KEY, [], 32, 0)
     opened = await host.prefill.open(KEY)
     host.prefill.use(opened.key)
@@ -110,7 +111,8 @@ async def test_who_had_blocks_before_the_service_came_back_without_its_arena_is_
 @pytest.mark.slow
 async def test_encodings_that_are_in_use_stay_over_the_death_of_the_service(host: UnreliableHost) -> None:
     lost: list[Key] = []
-    host.decode.on_lease_lost = host.prefill.on_lease_lost = lost.append
+    for client in (host.decode, host.prefill):
+        client.listen(lost.append)
     links = [bytes([number]) * 16 for number in range(8)]
     names = links[3::4]  # a block has 64 rows
     held: list[Reservation] = []

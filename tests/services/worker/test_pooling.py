@@ -87,6 +87,9 @@ async def test_vectors_of_the_last_token_are_the_same_alone_together_and_from_th
             alone = await run(host, work(host, [texts()[index]], name=f"alone {index}"))
             assert all(np.array_equal(rows, other) for other in (alone[0], again[index], swapped[8 - index]))
         assert await host.all_blocks_back()
+        figures = {sample.figure: sample.value for sample in host.prefill.worker.samples()}
+        # All inputs together, again, and each alone.
+        assert (figures["pooled_inputs"], figures["pooled_tokens"]) == (3 * len(LENGTHS), 3 * sum(LENGTHS))
         stats = host.prefill.worker.engine.stats
         # Of the second and later times, whole blocks of 16 tokens come from the cache.
         assert stats.prompt_tokens < 2 * sum(LENGTHS)

@@ -21,6 +21,7 @@ from paceline.engine.step import Step, StepResult
 from paceline.kernels import instruction_set_of, select_kernels
 from paceline.models.identity import model_identity
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.services.common import registry
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, connect, read_members
@@ -52,6 +53,11 @@ async def member(redis_url: str, worker_id: str, state: str) -> Member:
                 await asyncio.sleep(0.02)
     finally:
         await client.aclose()
+
+
+def told(reported: Member) -> dict[str, float]:
+    """Return the values of a member's metrics by their figures."""
+    return {sample.figure: sample.value for family in reported.metrics for sample in family.samples}
 
 
 class BrokenRunner:
@@ -168,6 +174,21 @@ async def test_a_draining_worker_says_so_and_finishes_what_it_has(start_llama: S
         await asyncio.wait_for(draining, 20)
         early.cancel()
         late.cancel()
+
+
+async def test_figures_of_the_last_request_come_without_a_heartbeat(
+    start_llama: StartHost, redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "HEARTBEAT_SECONDS", 1000.0)
+    async with start_llama() as host:
+        for tokens in (20, 5):
+            await host.generate([5, 6, 7], tokens)
+            for process in (host.prefill, host.decode):
+                own = {sample.figure: sample.value for sample in process.worker.engine.stats.samples()}
+                assert own["steps"]
+                async with asyncio.timeout(60):
+                    while told(await member(redis_server, process.worker_id, "ready")).get("steps") != own["steps"]:
+                        await asyncio.sleep(0.02)
 
 
 async def test_what_still_runs_after_the_time_to_drain_is_ended_and_stays_cached(start_llama: StartHost) -> None:

@@ -11,7 +11,7 @@ from paceline.services.gateway.planning.answers.parser import AnswerParser
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.gateway.planning.vocabulary import Detokenizer
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated, PromptScores
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated, PromptScores
 from paceline.services.gateway.sequences.repetition import REPETITION, RepetitionDetector
 
 

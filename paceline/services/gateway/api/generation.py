@@ -21,7 +21,7 @@ from paceline.services.gateway.planning.answer_format import name_client_field
 from paceline.services.gateway.planning.cache_hints import OPEN_CALL, hints_after
 from paceline.services.gateway.planning.chat_prompt import media_tokens
 from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.sequences.attempt import Event
+from paceline.services.gateway.sequences.progress import Event
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 

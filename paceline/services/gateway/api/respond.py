@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import secrets
-from collections.abc import AsyncGenerator, Callable
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Any, Protocol
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
@@ -17,14 +18,12 @@ from paceline.services.gateway.api.response_format import Json, ResponseFormat, 
 from paceline.services.gateway.api.resume import Origin, StreamIds, answer_digest, received_id, wants_ids
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import ENCODER, EventStreamResponse, event, framed, until_disconnect
-from paceline.services.gateway.http.json_answers import LargeJson
 from paceline.services.gateway.http.middleware import is_valid_id
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.answer_format import unenforced_header
-from paceline.services.gateway.planning.plan import Plan
+from paceline.services.gateway.planning.plan import Plan, with_headers
 from paceline.services.gateway.planning.request_body import NamedRequest
-from paceline.services.gateway.planning.request_headers import with_headers
 from paceline.services.gateway.planning.schemas import GenerationRequest, StreamOptions
 from paceline.services.gateway.planning.token_schemas import TokensRequest
 from paceline.services.gateway.sequences.traces import RequestTrace
@@ -243,3 +242,46 @@ def _with_ids(plan: Plan, body: NamedRequest, request: Request) -> tuple[Plan, S
     seed = received.origin.seed if received is not None else secrets.randbits(64)
     origin = Origin.of(answer_digest(plan, body), seed, plan.rendered_at)
     return plan.seeded(seed), StreamIds(origin, received, len(plan.prompts) * plan.n)
+
+
+_SLICE = 64
+"""Number of entries of a long list that are written at once. Entries are tokens with their logprobs at most."""
+_FEW = 128
+"""Largest number of entries of a list whose entries are written in pieces themselves, such as choices."""
+_DEPTH = 6
+"""Number of levels that are written in pieces."""
+
+
+class LargeJson(JSONResponse):
+    """A JSON response for large content. The standard writer would let no other thread run until it has ended."""
+
+    def render(self, content: Any) -> bytes:
+        return "".join(_pieces(content, _DEPTH)).encode()
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    """Yield the text of a JSON value in pieces."""
+    if depth and isinstance(value, dict) and value:
+        mark = "{"
+        for name, member in value.items():
+            yield f"{mark}{_written(name)}:"
+            yield from _pieces(member, depth - 1)
+            mark = ","
+        yield "}"
+    elif depth and isinstance(value, list) and len(value) > _FEW:
+        for start in range(0, len(value), _SLICE):
+            yield ("," if start else "[") + _written(value[start : start + _SLICE])[1:-1]
+        yield "]"
+    elif depth and isinstance(value, list) and value:
+        mark = "["
+        for entry in value:
+            yield mark
+            yield from _pieces(entry, depth - 1)
+            mark = ","
+        yield "]"
+    else:
+        yield _written(value)
+
+
+def _written(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -36,7 +36,7 @@ from paceline.services.common.wire import sampling_to_pb
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.http.errors import RETRY_AFTER_SECONDS, ApiError
 from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated
 
 ASKING = "X-Event-IDs"
 HEADER = "Last-Event-ID"

@@ -24,10 +24,9 @@ from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
-from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.secret import Secret
-from paceline.services.common.streams import Entry, comes_before, newest_id
+from paceline.services.common.streams import BlockBatch, Entry, block_keys, blocks_stream, comes_before, newest_id
 from paceline.services.common.tasks import end_tasks, heeding_cancellation
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex

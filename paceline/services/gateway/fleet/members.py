@@ -44,7 +44,8 @@ class FleetSummary:
     has_planner: bool
     """Whether a planner is running that scales this fleet, or that only shows how it would."""
     may_be_empty: bool
-    """Whether a planner scales this fleet that may stop all decode workers, and starts some when requests come."""
+    """Whether a planner scales this fleet that may stop all decode or pool workers. It starts some when requests
+    come."""
 
     @staticmethod
     def of(members: Iterable[RemoteWorker], model: str) -> FleetSummary:
@@ -64,7 +65,9 @@ class FleetSummary:
                     available[member.role] += 1
             elif member.role == "planner" and worker.available:
                 has_planner, plan = True, member.plan
-                may_be_empty |= plan.leads and not plan.advisory and "decode" in plan.may_be_empty
+                may_be_empty |= (
+                    plan.leads and not plan.advisory and not {"decode", "pool"}.isdisjoint(plan.may_be_empty)
+                )
         return FleetSummary(
             max_model_len=longest["decode"],
             max_computing_len=longest["pool"] or longest["prefill"] or longest["decode"],

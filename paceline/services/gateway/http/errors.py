@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -155,3 +156,20 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), type="service_unavailable", code="service_unavailable")
     log.error("unexpected error in a request", exc_info=error)
     return ApiError(500, "internal error of the gateway; its log says more", type="server_error")
+
+
+NOT_UNICODE = "not valid Unicode (it holds half of a surrogate pair); send it in UTF-8"
+"""The end of a sentence about a text, for error messages."""
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be written in UTF-8."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def is_unicode_json(value: object) -> bool:
+    """Return whether all texts in a JSON value can be written in UTF-8. Otherwise no answer can have the value."""
+    return is_unicode(json.dumps(value, ensure_ascii=False))

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.services.gateway.http.access.book import AccessBook, caller_with
 from paceline.services.gateway.http.access.callers import (
     ANYONE,
     Caller,
@@ -21,6 +20,7 @@ from paceline.services.gateway.http.access.callers import (
     is_rebound,
     set_current_owner,
 )
+from paceline.services.gateway.http.access.keys import AccessBook, caller_with
 from paceline.services.gateway.http.access.limiter import Limiter
 from paceline.services.gateway.http.error_responses import logged_response
 from paceline.services.gateway.http.errors import ApiError

@@ -82,6 +82,7 @@ DECISIONS: dict[str, Access] = {
     "/tokenize": Access.CLIENT,
     "/tokenizer_info": Access.CLIENT,
     "/detokenize": Access.CLIENT,
+    "/decode": Access.CLIENT,
     "/score": Access.CLIENT,
     "/v1/score": Access.CLIENT,
     "/generative_scoring": Access.CLIENT,

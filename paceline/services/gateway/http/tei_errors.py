@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.services.gateway.http.errors import ApiError
 
-PATHS = frozenset({"/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info"})
+PATHS = frozenset({"/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/decode"})
 """The paths that only TEI has."""
 
 _BY_CODE: Mapping[str, tuple[int, str]] = {

@@ -1,19 +1,27 @@
-"""The plan of a request: prompts as token ids, and every sampling parameter resolved."""
+"""The plan of a request: prompts as token ids, every sampling parameter resolved, and what its headers say.
+
+Headers say how a request runs: deadlines, priority, session.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from fastapi import Request
 
 from paceline.core.adapters import Adapter
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.request_classes import DEFAULT
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
+from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.planning.answers.answer import Answer, new_call_id
 from paceline.services.gateway.planning.answers.expressions import ToolSpelling
 from paceline.services.gateway.planning.answers.form import ChannelForm
@@ -24,7 +32,7 @@ from paceline.services.gateway.planning.cache_hints import Learnt, Mark
 from paceline.services.gateway.planning.constraints.fields import WantedConstraint, begins_in_reasoning
 from paceline.services.gateway.planning.pool_bundle import PoolBundle
 from paceline.services.gateway.planning.sampling import LogprobRules, derived_seed
-from paceline.services.gateway.planning.schemas import ChatRequest, RepetitionDetection
+from paceline.services.gateway.planning.schemas import MAX_SESSION_CHARACTERS, ChatRequest, RepetitionDetection
 from paceline.services.gateway.planning.sharing import SharedPrompts
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 
@@ -200,3 +208,68 @@ def plan_answer(request: ChatRequest, forms: AnswerForms, tokenizer: Tokenizer, 
     read = functools.partial(read_answer, thought=thought, form=form, is_open=is_open, tools=tools)
     kept = tokenizer.vocabulary.spelling.tokens("".join(markers))
     return AnswerPlan(read, kept, form.new_call_id if form is not None else new_call_id)
+
+
+_PRIORITY = "X-Vllm-Priority"
+_SESSION = "X-Session-ID"
+_TIMEOUT = "X-Request-Timeout"
+_TTFT = "X-SLO-TTFT-MS"
+
+
+def timeout_of(request: Request) -> float | None:
+    """Return the client's limit for a request, in seconds from arrival; None if the request has no such header.
+
+    Raises ApiError if the header X-Request-Timeout is not valid.
+    """
+    return _positive(request, _TIMEOUT, "seconds")
+
+
+def with_headers(plan: Plan, request: Request) -> Plan:
+    """Return the plan with the request's owner and class, its headers' values, and a priority that the key allows.
+
+    As in vLLM, the header's priority replaces the body's. X-Request-Timeout is the client's limit for the request in
+    seconds. X-SLO-TTFT-MS, which llm-d also reads, is its limit for the time to first token in milliseconds.
+
+    Raises ApiError if a header is not valid.
+    """
+    session_id = plan.session_id or request.headers.get(_SESSION, "")
+    if len(session_id) > MAX_SESSION_CHARACTERS:
+        message = f"{_SESSION} must have at most {MAX_SESSION_CHARACTERS} characters"
+        raise ApiError(400, message, param=_SESSION)
+    scope = scope_of(request)
+    ttft = _positive(request, _TTFT, "milliseconds")
+    return dataclasses.replace(
+        plan,
+        session_id=session_id,
+        priority=scope.caller.priority_for(_priority(plan, request)),
+        request_class=scope.request_class,
+        seconds=timeout_of(request),
+        waited=scope.waited,
+        ttft_seconds=None if ttft is None else ttft / 1000,
+        background=scope.is_background,
+        owner=scope.owner,
+    )
+
+
+def _priority(plan: Plan, request: Request) -> int | None:
+    header = request.headers.get(_PRIORITY)
+    if header is None:
+        return plan.wanted_priority
+    if re.fullmatch(r"-?[0-9]{1,10}", header) is None or not -(2**31) <= int(header) < 2**31:
+        message = f"{_PRIORITY} must be an integer of 32 bits; lower is more urgent"
+        raise ApiError(400, message, param=_PRIORITY)
+    return int(header)
+
+
+def _positive(request: Request, name: str, unit: str) -> float | None:
+    """Return the positive number in a header; None if the request has no such header. Raises ApiError if it is wrong.
+
+    Args:
+        unit: unit of the number, for the error.
+    """
+    header = request.headers.get(name)
+    if header is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", header) is None or float(header) == 0:
+        raise ApiError(400, f"{name} must be a number of {unit} above 0, such as 30", param=name)
+    return float(header)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InvalidRequestError
@@ -125,6 +125,17 @@ def plan_pool(
     )
 
 
+def join_plans(plans: Sequence[PoolPlan]) -> PoolPlan:
+    """Return one plan for the inputs of several ones, in order."""
+    return PoolPlan(
+        plan=replace(plans[0].plan, prompts=[prompt for each in plans for prompt in each.plan.prompts]),
+        places=[place for each in plans for place in each.places],
+        token_ids=[ids for each in plans for ids in each.token_ids],
+        cut_tokens=[cut for each in plans for cut in each.cut_tokens],
+        result_bytes=sum(each.result_bytes for each in plans),
+    )
+
+
 def divide(inputs: Sequence[PoolInput], workers: int) -> Iterator[list[PoolInput]]:
     """Yield bundles of inputs, in order. A request of many tokens has at least a bundle for each worker.
 
@@ -174,7 +185,6 @@ def _encode(
     """Return the tokens of all inputs, before they are cut."""
 
     def prepared(text: str) -> str:
-        text = f"{options.prompt}{text}".strip()
         return text.lower() if config.lower_case else text
 
     texts: list[tuple[str | tuple[str, str], str]] = []
@@ -182,9 +192,9 @@ def _encode(
         match each.content:
             case str(text):
                 _check_filled(text, each.place)
-                texts.append((prepared(text), each.place))
+                texts.append((prepared(options.prompt + text), each.place))
             case (str(first), str(second)):
-                texts.append(((prepared(first), second.lower() if config.lower_case else second), each.place))
+                texts.append(((prepared(options.prompt + first), prepared(second)), each.place))
     found = iter(encode_texts(tokenizer, texts, options.add_special_tokens))
     encoded: list[Encoded] = []
     for each in inputs:
@@ -230,8 +240,7 @@ def _prompt_tokens(options: PoolOptions, config: PoolingConfig, tokenizer: Token
     """
     if config.include_prompt or not options.prompt:
         return 0
-    prompt = options.prompt.strip()
-    text = prompt.lower() if config.lower_case else prompt
+    text = options.prompt.lower() if config.lower_case else options.prompt
     (own,) = encode_texts(tokenizer, [(text, "prompt")], options.add_special_tokens)
     return len(own) - own.special_end
 

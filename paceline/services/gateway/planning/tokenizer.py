@@ -19,7 +19,7 @@ from paceline.core.end_tokens import end_token_ids, special_tokens, text_value
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.machine import yield_to_others
 from paceline.core.model_folder import read_model_files, read_object
-from paceline.services.gateway.http.texts import NOT_UNICODE
+from paceline.services.gateway.http.errors import NOT_UNICODE
 from paceline.services.gateway.planning.chat_template import ChatTemplate, Message
 from paceline.services.gateway.planning.media.items import NO_MEDIA, ItemKind, MediaTokens
 from paceline.services.gateway.planning.media.marks import MediaMarks, ReservedTokens
@@ -219,9 +219,9 @@ class Tokenizer:
         (encoded,) = self._encoder.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.offsets)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, special tokens included."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_string(self, token_id: int) -> str:
         """Return the vocabulary's own spelling of a token; "" for an id without a token."""

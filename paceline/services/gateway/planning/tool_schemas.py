@@ -1,6 +1,6 @@
 """The tools of a conversation's body, the choice among them, and their calls.
 
-Custom tools, whose input is a text, are functions with one argument for the model. `custom_input.py` reads the input
+Custom tools, whose input is a text, are functions with one argument for the model. `CustomInput` reads the input
 from the argument.
 """
 

@@ -1,7 +1,7 @@
 """Admission control: measures the load of a fleet, and decides which workers may get more requests.
 
 Pure logic: all instants are arguments, of one clock, in seconds. The gateway passes in the events of its attempts
-(`load_control.py`), and the simulator passes in simulated events.
+(`sequences/load.py`), and the simulator passes in simulated events.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 
 from paceline.core.request_classes import NO_CLASSES, Classes, RequestClass
-from paceline.services.gateway.queueing.claim import Demand
+from paceline.services.gateway.queueing.fair_order import Demand
 from paceline.services.gateway.queueing.forecast import UsualAnswers
 from paceline.services.gateway.queueing.shedding import LoadShedder
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement, Snapshot

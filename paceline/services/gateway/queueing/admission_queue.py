@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from paceline.services.gateway.http.errors import CountRefusal, NoRoomError
-from paceline.services.gateway.queueing.claim import ORDINARY, QueueClaim
-from paceline.services.gateway.queueing.fair_order import next_ticket
+from paceline.services.gateway.queueing.fair_order import ORDINARY, QueueClaim, next_ticket
 from paceline.services.gateway.queueing.queue_state import HELD, Held, QueueState, Turn
 from paceline.services.gateway.queueing.shedding import LoadShedder
 

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.services.gateway.http.errors import NoRoomError, Reason
-from paceline.services.gateway.queueing.claim import Demand, QueueClaim
-from paceline.services.gateway.queueing.fair_order import FairOrder, WaitingEntry
+from paceline.services.gateway.queueing.fair_order import Demand, FairOrder, QueueClaim, WaitingEntry
 from paceline.services.gateway.queueing.shedding import LoadShedder, WaitLimit
 
 

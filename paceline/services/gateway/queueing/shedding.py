@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from paceline.services.gateway.http.errors import NoRoomError, Reason, retry_after
-from paceline.services.gateway.queueing.claim import Demand
-from paceline.services.gateway.queueing.fair_order import E, Expected, FairOrder, Lane, WaitingEntry
+from paceline.services.gateway.queueing.fair_order import Demand, E, Expected, FairOrder, Lane, WaitingEntry
 from paceline.services.gateway.queueing.forecast import AdmissionRate, FirstTokens
 
 EARLY_SECONDS = 0.5

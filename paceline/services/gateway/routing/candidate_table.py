@@ -9,14 +9,86 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.services.gateway.routing.candidates import Candidate, Need, Snapshot
-from paceline.services.gateway.routing.nominee_search import NomineeSearch
-from paceline.services.gateway.routing.router import COMPUTING, PREFILL_TOKENS_PER_SECOND
-from paceline.services.gateway.routing.worker_columns import Figures, Kind, KindColumns, WorkerClass
+from paceline.services.gateway.routing.nominee_search import Figures, Kind, NomineeSearch, WorkerClass, decayed
+from paceline.services.gateway.routing.router import COMPUTING, FETCH_TOKENS_PER_SECOND, PREFILL_TOKENS_PER_SECOND
+
+_RANK, _AT, _COLUMNS = 0, 5, 10
+"""The rows of `rank` and `at` in the values of `Figures`, and the number of rows."""
+
+
+class KindColumns:
+    """The workers of one kind, with their figures."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+        self.candidates: list[Candidate] = []
+        self._hosts = np.zeros(16, dtype=np.intp)
+        self._values = np.zeros((_COLUMNS, 16))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def figures(self) -> Figures:
+        """Return the figures of all workers. The arrays are views, which the next `put`, `drop` or `sort` changes."""
+        count = len(self.ids)
+        return Figures(np.arange(count), self._hosts[:count], self._values[:, :count])
+
+    def candidate(self, index: int, now: float, half_life: float) -> Candidate:
+        """Return a worker, with its recent tokens decayed to the instant `now`."""
+        candidate = self.candidates[index]
+        if not candidate.recent_tokens:
+            return candidate
+        recent = decayed(candidate.recent_tokens, now - self._values[_AT, index], half_life)
+        return replace(candidate, recent_tokens=float(recent))
+
+    def put(self, index: int, candidate: Candidate, host: int, at: float) -> None:
+        """Write the figures of a worker. If the index is the number of workers, the worker is added.
+
+        Args:
+            host: number of the worker's host.
+            at: instant at which the worker's recent tokens had this value.
+        """
+        member = candidate.member
+        if index == len(self.ids):
+            self.ids.append(member.worker_id)
+            self.candidates.append(candidate)
+            if index == self._hosts.size:
+                self._hosts = np.concatenate([self._hosts, np.zeros_like(self._hosts)])
+                self._values = np.concatenate([self._values, np.zeros_like(self._values)], axis=1)
+        self.candidates[index] = candidate
+        self._hosts[index] = host
+        self._values[:, index] = (
+            self._values[_RANK, index],
+            member.max_model_len if member.state == "ready" else -1,
+            candidate.has_room,
+            candidate.queued_tokens,
+            candidate.recent_tokens,
+            at,
+            candidate.tokens_per_second,
+            candidate.load,
+            member.load.running,
+            candidate.fetch_tokens_per_second or FETCH_TOKENS_PER_SECOND,
+        )
+
+    def drop(self, index: int) -> str:
+        """Remove a worker. Return the id of the worker that has its index now; "" if it was the last one."""
+        last = len(self.ids) - 1
+        self._hosts[index], self._values[:, index] = self._hosts[last], self._values[:, last]
+        self.ids[index], self.candidates[index] = self.ids[last], self.candidates[last]
+        self.ids.pop()
+        self.candidates.pop()
+        return self.ids[index] if index < last else ""
+
+    def sort(self) -> None:
+        """Set the rank of each worker by the order of ids, to break ties."""
+        for rank, index in enumerate(sorted(range(len(self.ids)), key=self.ids.__getitem__)):
+            self._values[_RANK, index] = rank
 
 
 class CandidateTable(Snapshot):

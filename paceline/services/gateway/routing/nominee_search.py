@@ -19,13 +19,82 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from paceline.core.numerics import Numerics
 from paceline.services.gateway.routing.candidates import Need
 from paceline.services.gateway.routing.router import HANDOFF_SECONDS, LATELY, LINK_SECONDS, LOAD_SECONDS
-from paceline.services.gateway.routing.worker_columns import Figures, Floats, Indices, WorkerClass, decayed
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+Kind = tuple[str, str, Numerics | None, str]
+"""Role, layout, numerics and weights of a worker. The choice between workers of one kind depends on costs only."""
+
+
+class Figures:
+    """The figures of some workers of a kind: an array for each figure, with one element for each worker.
+
+    Args:
+        index: positions of the workers among all workers of their kind.
+        host: numbers of the workers' hosts.
+        values: the other figures, [figure, worker], as `KindColumns.put` writes them.
+    """
+
+    def __init__(self, index: Indices, host: Indices, values: Floats) -> None:
+        self.index, self.host = index, host
+        self.rank: Floats
+        """Rank of each worker in the order of ids, which breaks ties."""
+        self.longest: Floats
+        """Longest context in tokens; -1 if the worker is not ready."""
+        self.has_room: Floats
+        self.queued: Floats
+        self.recent: Floats
+        self.at: Floats
+        """Instant for which the value in `recent` is right."""
+        self.speed: Floats
+        self.load: Floats
+        self.running: Floats
+        self.fetch: Floats
+        self._values = values
+        self.rank, self.longest, self.has_room, self.queued, self.recent = values[:5]
+        self.at, self.speed, self.load, self.running, self.fetch = values[5:]
+
+    def __len__(self) -> int:
+        return self.index.size
+
+    def take(self, which: Indices) -> Figures:
+        """Return the figures of some of these workers.
+
+        Args:
+            which: indices of workers in ascending order, without repetitions.
+        """
+        if which.size == self.index.size:
+            return self
+        return Figures(self.index[which], self.host[which], self._values[:, which])
+
+
+@dataclass(slots=True)
+class WorkerClass:
+    """Workers of one kind that differ only in costs for a request."""
+
+    kind: Kind
+    cut_host: str
+    """Id of the workers' common host, if this host is at an end of a cut link; else ""."""
+    fitting: int
+    """Index of one of the workers whose longest context is long enough for the request."""
+    open: Figures
+    """Workers that can take the request now."""
+
+
+def decayed(tokens: float | Floats, age: float | Floats, half_life: float) -> Floats:
+    """Return the number of tokens that still count of `tokens` that were sent `age` seconds ago."""
+    return np.asarray(tokens * np.exp2(-age / half_life))
+
 
 _SLACK = 1e-9
 """A way is left out only if it costs at least this many seconds more than another way. Rounding errors are far smaller,

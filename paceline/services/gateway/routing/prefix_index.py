@@ -1,20 +1,23 @@
 """An index of the blocks that each host has cached, kept up to date by the hosts' block events. Pure.
 
 The router uses the index to find the host that has cached the longest prefix of a context. The index is a hint and may
-be wrong. If it lists a block that is gone, there is a cache miss; if it lacks a block, a prefix is computed again.
+be wrong. If it lists a block that is gone, there is a cache miss; if it lacks a block, a prefix is computed again. The
+homes of cache keys are a hint of the same kind, from the clients.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from paceline.core.block_holders import BlockHolders
 from paceline.core.block_pool import BlockEvent
 from paceline.core.context import Context, encoding_context
 from paceline.core.kv_layout import BASE_TOKENS, KVLayout
-from paceline.services.common.block_stream import BlockBatch
+from paceline.core.prefix import BlockHolders
+from paceline.services.common.streams import BlockBatch
 
 _MOST_BLOCKS = 1 << 18
 """Largest number of blocks of one host in the index. Further blocks are ignored."""
@@ -208,3 +211,37 @@ def _changes(before: Sequence[Set[bytes]], after: Sequence[Set[bytes]]) -> Itera
     for group, (old, new) in enumerate(itertools.zip_longest(before, after, fillvalue=frozenset[bytes]())):
         yield from (("removed", group, name) for name in old - new)
         yield from (("stored", group, name) for name in new - old)
+
+
+MOST_KEYS = 1 << 16
+"""Largest number of `prompt_cache_key`s whose homes are kept. The key that was used longest ago is dropped first."""
+
+
+class Homes:
+    """The home of each `prompt_cache_key`: the host that computed the latest prompt with it."""
+
+    def __init__(self) -> None:
+        self._hosts: OrderedDict[bytes, str] = OrderedDict()
+        """Ids of hosts, by digests of owner and key, because a client's keys may be long."""
+
+    def get(self, owner: str, cache_key: str) -> str:
+        """Return the id of a key's home; "" if the request has no key, or if the key is new.
+
+        Args:
+            owner: digest of the client's API key, because clients may choose equal names.
+            cache_key: the request's `prompt_cache_key`; "" if it has none.
+        """
+        return self._hosts.get(_digest(owner, cache_key), "") if cache_key else ""
+
+    def put(self, owner: str, cache_key: str, host_id: str) -> None:
+        """Make a host the home of a key. Do nothing if the request has no key."""
+        if cache_key:
+            key = _digest(owner, cache_key)
+            self._hosts[key] = host_id
+            self._hosts.move_to_end(key)
+            if len(self._hosts) > MOST_KEYS:
+                self._hosts.popitem(last=False)
+
+
+def _digest(owner: str, cache_key: str) -> bytes:
+    return hashlib.blake2b(f"{owner} {cache_key}".encode(), digest_size=16).digest()

@@ -13,12 +13,10 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from paceline.core.errors import PacelineError
 from paceline.core.telemetry import trace_headers
-from paceline.core.types import FinishReason, Token
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.wire import reason_from_pb, token_from_pb
 from paceline.services.gateway.fleet.fleet import Fleet
@@ -26,6 +24,7 @@ from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.routing.candidates import Link, Placement
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia, EncodeCalls
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated, HandedOver, PromptScores
 from paceline.services.gateway.sequences.worker_call import (
     ADMIT_SECONDS,
     DecodeCall,
@@ -34,52 +33,6 @@ from paceline.services.gateway.sequences.worker_call import (
     answer,
     out_of_turn,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Logprobs of the prompt tokens at positions [first, first + len(tokens))."""
-
-    first: int
-    tokens: list[Token]
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """Event: one or more generated tokens that arrived in one message."""
-
-    tokens: list[Token]
-
-
-@dataclass(frozen=True, slots=True)
-class PooledRows:
-    """Event: the results of some inputs have come."""
-
-    inputs: Sequence[int]
-    """Indices of the inputs. An attempt counts the inputs of its own work, a sequence those of its bundle."""
-    rows: Sequence[int]
-    """Number of rows of each of these inputs."""
-    dim: int
-    """Number of values in a row."""
-    data: bytes
-    """The rows of all these inputs, as 32-bit floats, little endian."""
-    errors: Mapping[int, str]
-    """Reasons why some of these inputs have no result, by their indices."""
-
-
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """Event: the prefill worker has filled the blocks, and the gateway has told the decode worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """Event: the sequence has ended. No event follows."""
-
-    reason: FinishReason
-
-
-Event = PromptScores | PooledRows | Generated | HandedOver | Ended
 
 
 class NotCachedError(PacelineError):

@@ -1,34 +1,80 @@
-"""The start of an attempt: the search for workers that admit the attempt, preferably at the home of its prompt."""
+"""The start of an attempt: the search for workers that admit the attempt; and the attempts that run now."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from paceline.core.config import GatewayConfig
+from paceline.core.numerics import may_differ
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import NoWorkerError
 from paceline.services.gateway.queueing.admission_control import AdmissionControl
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.encode_router import EncodingIndex
-from paceline.services.gateway.routing.prefix_index import PrefixIndex
+from paceline.services.gateway.routing.prefix_index import Homes, PrefixIndex
 from paceline.services.gateway.sequences.attempt import AnyAttempt, NotCachedError
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia
 from paceline.services.gateway.sequences.kinds import KINDS
-from paceline.services.gateway.sequences.load_control import FULL, PREMATURE
+from paceline.services.gateway.sequences.load import FULL, PREMATURE
 from paceline.services.gateway.sequences.patience import Patience
 from paceline.services.gateway.sequences.progress import NobodyFound
-from paceline.services.gateway.sequences.running import RunningAttempts
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerFailedError
 
-MOST_KEYS = 1 << 16
-"""Largest number of `prompt_cache_key`s whose homes are kept. The key that was used longest ago is dropped first."""
+
+class RunningAttempts:
+    """All attempts that have been started and not discarded, each with its sequence."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[AnyAttempt, SequenceRun] = {}
+
+    def add(self, attempt: AnyAttempt, sequence: SequenceRun) -> None:
+        """Keep an attempt that is about to ask its workers."""
+        self._sequences[attempt] = sequence
+
+    def discard(self, attempt: AnyAttempt) -> None:
+        """End the calls of an attempt, and forget it."""
+        self._sequences.pop(attempt, None)
+        attempt.close()
+
+    def close(self) -> None:
+        """End the calls of all attempts. Each attempt then fails in the task that runs it, which also discards it."""
+        for attempt in list(self._sequences):
+            attempt.close()
+
+    def leave_draining_workers(self, fleet: Fleet) -> None:
+        """Move sequences from draining decode workers to other workers, as many as the other workers have room for.
+
+        A sequence stays if only workers with other numerics or weights have room, because its tokens might change.
+        """
+        draining = [
+            (attempt, sequence, worker.member)
+            for attempt, sequence in self._sequences.items()
+            if (worker := attempt.decode) is not None and worker.member.state == "draining"
+        ]
+        if not draining:
+            return
+        snapshot = fleet.snapshot()
+        room = sum(
+            max(0, candidate.member.max_seqs - candidate.in_flight)
+            for candidate in snapshot
+            if candidate.member.role == "decode" and candidate.member.state == "ready"
+        )
+        for attempt, sequence, member in draining[:room]:
+            need = Need(
+                sequence.prompt.context_tokens,
+                len(sequence.context.token_ids),
+                decoded_with=member.numerics,
+                weights=member.weights,
+            )
+            place = KINDS[sequence.plan.kind].place(need, snapshot)
+            decode = None if place is None else place.decode
+            if decode is not None and not may_differ(member.numerics, decode.numerics):
+                attempt.leave()
 
 
 class AttemptStarter:
@@ -229,33 +275,3 @@ class AttemptStarter:
 
 def _was_admitted(sequence: SequenceRun) -> bool:
     return sequence.trace.admitted is not None
-
-
-class Homes:
-    """The home of each `prompt_cache_key`: the host that computed the latest prompt with it."""
-
-    def __init__(self) -> None:
-        self._hosts: OrderedDict[bytes, str] = OrderedDict()
-        """Ids of hosts, by digests of owner and key, because a client's keys may be long."""
-
-    def get(self, owner: str, cache_key: str) -> str:
-        """Return the id of a key's home; "" if the request has no key, or if the key is new.
-
-        Args:
-            owner: digest of the client's API key, because clients may choose equal names.
-            cache_key: the request's `prompt_cache_key`; "" if it has none.
-        """
-        return self._hosts.get(_digest(owner, cache_key), "") if cache_key else ""
-
-    def put(self, owner: str, cache_key: str, host_id: str) -> None:
-        """Make a host the home of a key. Do nothing if the request has no key."""
-        if cache_key:
-            key = _digest(owner, cache_key)
-            self._hosts[key] = host_id
-            self._hosts.move_to_end(key)
-            if len(self._hosts) > MOST_KEYS:
-                self._hosts.popitem(last=False)
-
-
-def _digest(owner: str, cache_key: str) -> bytes:
-    return hashlib.blake2b(f"{owner} {cache_key}".encode(), digest_size=16).digest()

@@ -129,7 +129,7 @@ class AttemptTrace:
     decoded_with: Numerics | None = None
     """Value of `SequenceTrace.decoded_with` at the start of this attempt: numerics of the newest tokens."""
     weights: str = ""
-    """Value of `SequenceTrace.weights` at the start of this attempt: weights of the first results."""
+    """Value of `SequenceTrace.weights` at the start of this attempt."""
     waited_for: Counter[str] = field(default_factory=Counter)
     """How often the attempt was not admitted, by the reason."""
     number: int = 0

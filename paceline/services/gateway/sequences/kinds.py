@@ -12,15 +12,8 @@ from paceline.services.common.pool_wire import FLOAT_BYTES
 from paceline.services.gateway.planning.plan import Kind
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
 from paceline.services.gateway.routing.router import place, place_computing, place_computing_in_turn, place_in_turn
-from paceline.services.gateway.sequences.attempt import (
-    AnyAttempt,
-    Attempt,
-    Ended,
-    Event,
-    PooledRows,
-    scores_of,
-    tokens_of,
-)
+from paceline.services.gateway.sequences.attempt import AnyAttempt, Attempt, scores_of, tokens_of
+from paceline.services.gateway.sequences.progress import Ended, Event, PooledRows
 from paceline.services.gateway.sequences.worker_call import (
     ADMIT_SECONDS,
     WorkerCall,

@@ -10,10 +10,16 @@ from paceline.core.errors import UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import LeavingError
-from paceline.services.gateway.sequences.attempt import Event, Generated, PooledRows
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.failures import Cause, Failure
-from paceline.services.gateway.sequences.progress import AttemptFailed, AttemptQueued
+from paceline.services.gateway.sequences.progress import (
+    AttemptFailed,
+    AttemptQueued,
+    Cause,
+    Event,
+    Failure,
+    Generated,
+    PooledRows,
+)
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerDrainingError, WorkerFailedError
 

@@ -25,19 +25,25 @@ from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import CountRefusal, NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
-from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import AnyAttempt, Ended, Event, Generated, HandedOver
-from paceline.services.gateway.sequences.attempt_starter import AttemptStarter
+from paceline.services.gateway.sequences.attempt import AnyAttempt
+from paceline.services.gateway.sequences.attempt_starter import AttemptStarter, RunningAttempts
 from paceline.services.gateway.sequences.encode_calls import EncodeRefusedError
-from paceline.services.gateway.sequences.hint_sender import HintSender
 from paceline.services.gateway.sequences.kinds import KINDS
-from paceline.services.gateway.sequences.load_control import LoadControl
+from paceline.services.gateway.sequences.load import LoadControl, TrafficBook
+from paceline.services.gateway.sequences.notices import HintSender, PlacementLog
 from paceline.services.gateway.sequences.patience import Patience
-from paceline.services.gateway.sequences.progress import AttemptAdmitted, EncodingRefused, WorkerLeft, WorkerWaited
-from paceline.services.gateway.sequences.running import RunningAttempts
+from paceline.services.gateway.sequences.progress import (
+    AttemptAdmitted,
+    EncodingRefused,
+    Ended,
+    Event,
+    Generated,
+    HandedOver,
+    WorkerLeft,
+    WorkerWaited,
+)
 from paceline.services.gateway.sequences.sequence import SequenceRun
-from paceline.services.gateway.sequences.traffic import TrafficBook
 from paceline.services.gateway.sequences.worker_call import WorkerBusyError, WorkerDrainingError, WorkerFailedError
 
 REFUSED_SECONDS = (0.1, 0.4)

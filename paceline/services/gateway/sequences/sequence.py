@@ -16,11 +16,23 @@ from paceline.proto import common_pb2
 from paceline.services.common.wire import adapter_to_pb, key_to_pb, sampling_to_pb, span_to_pb, work_model
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.pool_bundle import PoolBundle
-from paceline.services.gateway.sequences.attempt import Event, Generated, HandedOver, PooledRows, PromptScores
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
-from paceline.services.gateway.sequences.failures import ProgressStep
-from paceline.services.gateway.sequences.progress import AttemptAsked, ProgressEvent, SequenceProgress
+from paceline.services.gateway.sequences.progress import (
+    AttemptAsked,
+    Event,
+    Generated,
+    HandedOver,
+    PooledRows,
+    ProgressEvent,
+    ProgressStep,
+    PromptScores,
+    SequenceProgress,
+)
 from paceline.services.gateway.sequences.traces import SequenceTrace
+
+
+class ReplacedError(UnavailableError):
+    """No worker has the weights that began a sequence: the model was replaced."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,7 +168,7 @@ class SequenceRun:
     def unreachable(self) -> UnavailableError:
         """Return the error for a sequence that is given up because no fitting worker could be reached in time."""
         if self.progress.is_left_behind:
-            return UnavailableError(
+            return ReplacedError(
                 f"the request was given up {self.place()}, because no worker has the weights that began its answer: "
                 "the model has been replaced; send the request again"
             )

@@ -38,6 +38,8 @@ class SequenceTrace:
     may still wait."""
     left_out: int = 0
     """Number of failed attempts that are not among `tries`."""
+    wanted_weights: str = ""
+    """`Member.weights` that the first worker must have already; "" if any weights will do."""
     ended: float | None = None
     outcome: str = ""
     """How the sequence ended: a finish reason, "abort" or "error"; empty while the sequence runs."""
@@ -75,9 +77,11 @@ class SequenceTrace:
 
     @property
     def weights(self) -> str:
-        """`Member.weights` of the worker that computed the first results; "" if unknown or without results."""
+        """`Member.weights` of the worker that computed the first results. Without results, the weights that are wanted;
+        "" if unknown."""
         computing = (attempt.prefill or attempt.decode for attempt in self.tries if attempt.tokens or attempt.scores)
-        return next((worker.weights for worker in computing if worker is not None and worker.weights), "")
+        found = (worker.weights for worker in computing if worker is not None and worker.weights)
+        return next(found, self.wanted_weights)
 
     @property
     def decoded_with(self) -> Numerics | None:
@@ -172,7 +176,8 @@ class RequestTrace:
     """Instant at which the request arrived, on time.monotonic(). `clock` is the same instant as date and time."""
     clock: datetime = field(default_factory=lambda: datetime.now(UTC))
     traces: list[SequenceTrace] = field(default_factory=list)
-    """Traces of the sequences that have begun, in the order in which they began."""
+    """Traces of the sequences that have begun, in the order in which they began. A bundle of inputs that was computed
+    again, because its weights were replaced, has several traces with the same index; the last one counts."""
     left_out: int = 0
     """Number of sequences whose traces were dropped when the request ended."""
     ended: float | None = None
@@ -213,14 +218,15 @@ class RequestTrace:
 
     def end(self) -> None:
         """Record the end of the request. All sequences that have begun must have ended."""
-        outcomes = {trace.outcome for trace in self.traces}
+        newest = {trace.index: trace for trace in self.traces}
+        outcomes = {trace.outcome for trace in newest.values()}
         self.ended = time.monotonic()
         if "error" in outcomes:
             self.outcome = "failed"
         elif self.is_aborted:
             self.outcome = "aborted"
         else:
-            left = outcomes & {"abort", ""} or len(self.traces) < self.sequences
+            left = outcomes & {"abort", ""} or len(newest) < self.sequences
             self.outcome = "client gone" if left else "finished"
         self.left_out = max(0, len(self.traces) - SEQUENCES_KEPT)
         del self.traces[SEQUENCES_KEPT:]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
-from paceline.services.gateway.http.texts import is_unicode
+from paceline.services.gateway.http.errors import is_unicode
 
 BUSY_SECONDS = 10.0
 """Longest wait for another process that writes to the same SQLite file, in seconds."""

@@ -18,12 +18,12 @@ from paceline.proto import fleet_pb2
 from paceline.proto.fleet_pb2 import MetricFamily
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.queueing.claim import QueueClaim
+from paceline.services.gateway.queueing.fair_order import QueueClaim
 from paceline.services.gateway.sequences.repetition import REPETITION
 from paceline.services.gateway.sequences.runner import SequenceRunner
 from paceline.services.gateway.sequences.traces import SequenceTrace
+from paceline.services.gateway.telemetry.gateway_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS
 from paceline.services.gateway.telemetry.history import ConsoleHistory
-from paceline.services.gateway.telemetry.vllm_metrics import FIRST_TOKEN_BOUNDS, LATENCY_BOUNDS, TOKEN_BOUNDS
 
 _SHORT = tuple(sorted({0.001, 0.0025, 0.005, 0.02, 0.04, 0.06, 0.08, *TOKEN_BOUNDS}))
 _FIRST = tuple(sorted({*_SHORT, *FIRST_TOKEN_BOUNDS}))

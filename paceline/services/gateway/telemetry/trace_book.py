@@ -1,14 +1,48 @@
-"""A bounded book of the newest requests' traces, in memory."""
+"""The requests that run now, by their ids, and a bounded book of the newest requests' traces, in memory."""
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.sequences.traces import RequestTrace
+
+
+class RunningRequests:
+    """The running requests of one gateway. Several requests may have the same id, because clients choose ids."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, list[tuple[str, Callable[[], None]]]] = {}
+        """The requests with each id: a request's owner, and the function that ends the request."""
+
+    @contextlib.contextmanager
+    def running(self, request_id: str, owner: str, abort: Callable[[], None]) -> Iterator[None]:
+        """Keep a request in the registry while the context is open, so that `abort` finds it.
+
+        Args:
+            owner: the digest of the caller's key; "" if the caller has none.
+            abort: function that ends the request; it does nothing if the request has ended.
+        """
+        own = owner, abort
+        requests = self._running.setdefault(request_id, [])
+        requests.append(own)
+        try:
+            yield
+        finally:
+            requests.remove(own)
+            if not requests:
+                del self._running[request_id]
+
+    def abort(self, request_id: str, may_end: Callable[[str], bool]) -> None:
+        """End all requests with this id whose owner `may_end` accepts. Do nothing if there is no such request."""
+        for owner, abort in self._running.get(request_id, ()):
+            if may_end(owner):
+                abort()
+
 
 KEPT = 1000
 """Largest number of sequences of ended requests whose traces are kept."""

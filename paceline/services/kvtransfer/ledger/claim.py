@@ -12,8 +12,8 @@ from paceline.core.context import HASH_BYTES
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.core.types import Key
+from paceline.services.kvtransfer.ledger.block_tables import place_of
 from paceline.services.kvtransfer.ledger.lease import Lease, State
-from paceline.services.kvtransfer.ledger.places import place_of
 
 
 class ContradictionError(InvalidRequestError):

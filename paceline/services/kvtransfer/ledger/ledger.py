@@ -30,12 +30,12 @@ from paceline.core.kv_layout import BASE_TOKENS, NO_SLOT, KVLayout
 from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
 from paceline.services.kvtransfer.ledger import block_tables
+from paceline.services.kvtransfer.ledger.block_tables import place_of
 from paceline.services.kvtransfer.ledger.claim import Claim, claimed_places, claimed_slots, restored_lease
-from paceline.services.kvtransfer.ledger.early_hints import EarlyHints
+from paceline.services.kvtransfer.ledger.hints import EarlyHints
 from paceline.services.kvtransfer.ledger.lease import NOBODY, TRANSFER, Lease, State, UnknownLeaseError, held_slots
 from paceline.services.kvtransfer.ledger.lease_book import LeaseBook
-from paceline.services.kvtransfer.ledger.lookups import Lookups
-from paceline.services.kvtransfer.ledger.places import place_of
+from paceline.services.kvtransfer.ledger.owners import Lookups
 
 
 class Ledger:

@@ -1,16 +1,31 @@
-"""The description of all leases and their owners, for operators. Pure."""
+"""The ledger as operators see it: its leases and their owners, and counts of lookups in the cache. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from paceline.core.cache_policy.ranking import Name
 from paceline.core.kv_layout import NO_SLOT, KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.wire import key_to_pb
 from paceline.services.kvtransfer.ledger.lease import NOBODY, Lease
+
+
+@dataclass(slots=True)
+class Lookups:
+    """Totals of all lookups so far."""
+
+    queried_tokens: int = 0
+    """Number of tokens in the full blocks that were looked up: the most that could be found. For encodings, rows."""
+    cached_tokens: int = 0
+    """Number of tokens that were found in the cache. For encodings, rows."""
+
+    def add(self, queried_tokens: int, cached_tokens: int) -> None:
+        self.queried_tokens += queried_tokens
+        self.cached_tokens += cached_tokens
 
 
 def count_groups(leases: Iterable[Lease], cached: Iterable[Name], layout: KVLayout) -> pb.LedgerReply:

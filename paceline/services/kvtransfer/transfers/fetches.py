@@ -31,9 +31,8 @@ from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease, prefix_ke
 from paceline.services.kvtransfer.ledger.ledger import Ledger
 from paceline.services.kvtransfer.transfers.arrivals import Arrivals, check_names
 from paceline.services.kvtransfer.transfers.exports import digest_of
-from paceline.services.kvtransfer.transports.channels import Channels
-from paceline.services.kvtransfer.transports.paths import Paths
-from paceline.services.kvtransfer.transports.transport import ArenaMemory
+from paceline.services.kvtransfer.transports.grpc_transport import Channels
+from paceline.services.kvtransfer.transports.transport import ArenaMemory, Paths
 
 TRANSFERS = Family("kv_transfers", "Prompts whose KV blocks came from another host", has_role=False)
 TRANSFER_FAILURES = Family("kv_transfer_failures", "Transfers between hosts that failed", has_role=False)

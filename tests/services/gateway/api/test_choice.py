@@ -23,7 +23,7 @@ from paceline.services.gateway.planning.answers.answer import (
 from paceline.services.gateway.planning.answers.reader import Steps
 from paceline.services.gateway.planning.plan import AnswerPlan, Plan, PromptPlan
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.sequences.attempt import Generated
+from paceline.services.gateway.sequences.progress import Generated
 
 PARTS = st.one_of(
     st.builds(Content, st.text(max_size=3)),

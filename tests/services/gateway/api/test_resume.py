@@ -46,7 +46,7 @@ from paceline.services.gateway.planning.plan import ServedModel
 from paceline.services.gateway.planning.planning import plan_chat
 from paceline.services.gateway.planning.schemas import ChatRequest
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated
 from tests.services.gateway.api.messages.test_answer import USAGE
 from tests.services.gateway.conftest import Stack, StartStack
 from tests.services.gateway.toy_model import write_toy_model

@@ -15,12 +15,12 @@ from paceline.core.block_pool import BlockEvent
 from paceline.core.context import HASH_BYTES, Context, encoding_context
 from paceline.core.model_folder import ModelFiles
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.block_stream import BlockBatch, block_keys, blocks_stream
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.layout import layout_from_pb
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Member, Registrar, connect
 from paceline.services.common.secret import Secret
+from paceline.services.common.streams import BlockBatch, block_keys, blocks_stream
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.routing.prefix_index import PrefixIndex

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.http import json_answers
-from paceline.services.gateway.http.json_answers import LargeJson
+from paceline.services.gateway.api import respond
+from paceline.services.gateway.api.respond import LargeJson
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(
@@ -25,13 +25,13 @@ def test_it_is_the_value(value: Any, size: int, few: int) -> None:
     except UnicodeEncodeError:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_answers, "_SLICE", size)
-        patch.setattr(json_answers, "_FEW", few)
+        patch.setattr(respond, "_SLICE", size)
+        patch.setattr(respond, "_FEW", few)
         assert LargeJson(value).body == text
 
 
 def test_no_piece_is_large() -> None:
     top = {f"token {number}": -float(number) for number in range(21)}
     logprobs = {"tokens": ["x"] * 9000, "top_logprobs": [top] * 9000}
-    pieces = [*json_answers._pieces({"choices": [{"text": "x", "logprobs": logprobs}] * 3}, json_answers._DEPTH)]
+    pieces = [*respond._pieces({"choices": [{"text": "x", "logprobs": logprobs}] * 3}, respond._DEPTH)]
     assert max(map(len, pieces)) < 64 << 10

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.services.gateway.api.tokens import render_api
 from paceline.services.gateway.http import reading
-from paceline.services.gateway.http.pool import FairPool, OwnerTurns
+from paceline.services.gateway.http.request_scope import FairPool, OwnerTurns
 from tests.services.gateway.conftest import Stack, eventually
 
 

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from paceline.services.gateway.http import protocol
+from paceline.services.gateway.http import listener
 from tests.services.gateway.conftest import PATIENCE, StartStack
 
 HEALTH = b"GET /ping HTTP/1.1\r\nHost: x\r\n"
@@ -32,14 +32,14 @@ async def test_an_endless_head_is_cut_off(
     writer.write(HEALTH + b"X-Endless: ")
     sent = 0
     try:
-        while sent < 100 * protocol.MAX_HEAD_BYTES and not reader.at_eof():
+        while sent < 100 * listener.MAX_HEAD_BYTES and not reader.at_eof():
             writer.write(b"a" * 4096)
             await writer.drain()
             sent += 4096
         assert b"400" in await reader.readline()
     except ConnectionError:
         pass  # the gateway closed the connection while we wrote
-    assert sent < 100 * protocol.MAX_HEAD_BYTES
+    assert sent < 100 * listener.MAX_HEAD_BYTES
 
 
 async def test_a_large_head_within_the_bounds_is_answered(
@@ -59,7 +59,7 @@ async def test_a_large_head_within_the_bounds_is_answered(
 async def test_a_head_that_does_not_come_ends_the_connection(
     begun: bytes, start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "HEAD_SECONDS", 0.2)
     stack = await start_stack()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
     writer.write(begun)
@@ -72,7 +72,7 @@ async def test_a_head_that_does_not_come_ends_the_connection(
 async def test_a_connection_whose_request_is_answered_stays(
     start_stack: StartStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(listener, "HEAD_SECONDS", 0.2)
     stack = await start_stack()
     reader, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
     async with asyncio.timeout(PATIENCE):
@@ -105,7 +105,7 @@ class Transport(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-LARGE = b"X-A: " + b"a" * protocol.MAX_HEAD_BYTES
+LARGE = b"X-A: " + b"a" * listener.MAX_HEAD_BYTES
 POST = b"POST /ping HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n"
 
 
@@ -124,7 +124,7 @@ async def test_each_byte_of_a_head_counts_and_no_other(chunks: list[bytes], is_r
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    connection = protocol.BoundedHttp(config=uvicorn.Config(app), server_state=ServerState(), app_state={})
+    connection = listener.BoundedHttp(config=uvicorn.Config(app), server_state=ServerState(), app_state={})
     transport = Transport()
     connection.connection_made(transport)
     for chunk in chunks:

@@ -8,7 +8,7 @@ import pytest
 from paceline.core.errors import BusyError
 from paceline.services.gateway.http.errors import NoRoomError
 from paceline.services.gateway.queueing.admission_queue import AdmissionQueue
-from paceline.services.gateway.queueing.claim import Demand, QueueClaim
+from paceline.services.gateway.queueing.fair_order import Demand, QueueClaim
 from paceline.services.gateway.queueing.queue_state import HELD, Held
 
 

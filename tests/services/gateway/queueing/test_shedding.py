@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.services.gateway.http.errors import MOST_SECONDS, NoRoomError, retry_after
-from paceline.services.gateway.queueing.claim import Demand
-from paceline.services.gateway.queueing.fair_order import Expected, FairOrder, WaitingEntry
+from paceline.services.gateway.queueing.fair_order import Demand, Expected, FairOrder, WaitingEntry
 from paceline.services.gateway.queueing.shedding import LoadShedder, Promises
 
 RATE = 1000.0

@@ -20,8 +20,7 @@ from paceline.services.common.registry import Member
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError, LeavingError
 from paceline.services.gateway.http.request_scope import scope_of, set_scope
-from paceline.services.gateway.planning.plan import Plan
-from paceline.services.gateway.planning.request_headers import with_headers
+from paceline.services.gateway.planning.plan import Plan, with_headers
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from paceline.services.gateway.queueing.worker_wait import WorkerWait
 from tests.services.gateway.conftest import PATIENCE, Cluster, Stack, StartStack, eventually

@@ -11,7 +11,7 @@ from paceline.core.context import Context, encoding_context, full_block_names
 from paceline.core.kv_layout import KVLayout
 from paceline.core.prefix import match_prefix
 from paceline.core.types import Key
-from paceline.services.common.block_stream import BlockBatch
+from paceline.services.common.streams import BlockBatch
 from paceline.services.gateway.routing import prefix_index
 from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 from tests.services.kvtransfer.kv_toolkit import DECODE, Desk, make_layout

@@ -11,7 +11,8 @@ from paceline.core.types import Key, SamplingParams
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.gateway.routing.candidates import Placement
-from paceline.services.gateway.sequences.attempt import Attempt, Ended, Event, HandedOver
+from paceline.services.gateway.sequences.attempt import Attempt
+from paceline.services.gateway.sequences.progress import Ended, Event, HandedOver
 from paceline.services.gateway.sequences.worker_call import ADMIT_SECONDS, WorkerCall
 from tests.services.gateway.conftest import PATIENCE, Cluster
 

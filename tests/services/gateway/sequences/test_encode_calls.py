@@ -16,12 +16,12 @@ from paceline.core.types import FinishReason, SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.wire import span_to_pb
 from paceline.services.gateway.routing.encode_router import EncodingIndex
-from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import IndexedBlocks, PrefixIndex
 from paceline.services.gateway.sequences import encode_calls
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.encode_calls import AttemptMedia, EncodeCalls
+from paceline.services.gateway.sequences.notices import PlacementLog
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated
 from paceline.services.gateway.sequences.runner import SequenceRunner
 from paceline.services.gateway.sequences.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually

@@ -8,7 +8,7 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.sequences.failures import MOST_EXCUSED, Cause, Failure, Failures, ProgressStep
+from paceline.services.gateway.sequences.progress import MOST_EXCUSED, Cause, Failure, Failures, ProgressStep
 
 STEPS = st.builds(ProgressStep, st.integers(0, 3), st.integers(0, 3))
 FAILURES = st.builds(Failure, STEPS, st.sampled_from(Cause), st.booleans(), st.booleans())

@@ -9,7 +9,7 @@ from paceline.core.cache_policy.hints import Hint
 from paceline.core.context import Context
 from paceline.core.kv_layout import BASE_TOKENS
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.gateway.sequences.hint_sender import MOST_WAITING, MOST_WAITING_BYTES, HintSender, WaitingHints
+from paceline.services.gateway.sequences.notices import MOST_WAITING, MOST_WAITING_BYTES, HintSender, WaitingHints
 
 
 def test_too_many_contexts_drop_the_oldest() -> None:

@@ -16,10 +16,9 @@ from paceline.services.common.registry import Member
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
-from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.patience import Patience
-from paceline.services.gateway.sequences.progress import NobodyFound
+from paceline.services.gateway.sequences.progress import Generated, NobodyFound
 from paceline.services.gateway.sequences.worker_call import WorkerFailedError
 from tests.services.gateway.conftest import Cluster
 from tests.services.gateway.toy_plans import toy_sequence

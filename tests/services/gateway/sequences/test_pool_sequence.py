@@ -11,9 +11,9 @@ from paceline.core.types import FinishReason, SamplingParams
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.pool_bundle import PoolBundle, PoolInput
-from paceline.services.gateway.sequences.attempt import Ended, PooledRows
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
 from paceline.services.gateway.sequences.kinds import ComputeAttempt
+from paceline.services.gateway.sequences.progress import Ended, PooledRows
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.sequences.worker_call import WorkerFailedError
 

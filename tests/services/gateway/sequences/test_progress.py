@@ -8,16 +8,22 @@ from typing import Any
 import pytest
 
 from paceline.core.types import FinishReason, Token
-from paceline.services.gateway.sequences.attempt import Ended, Generated, HandedOver, PromptScores
-from paceline.services.gateway.sequences.failures import Cause, Failure, Failures, ProgressStep
 from paceline.services.gateway.sequences.progress import (
     AttemptAdmitted,
     AttemptAsked,
     AttemptFailed,
     AttemptQueued,
+    Cause,
     EncodingRefused,
+    Ended,
+    Failure,
+    Failures,
+    Generated,
+    HandedOver,
     NobodyFound,
     ProgressEvent,
+    ProgressStep,
+    PromptScores,
     SequenceProgress,
     WorkerLeft,
     WorkerWaited,

@@ -11,9 +11,9 @@ from paceline.core.context import Context
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.core.types import FinishReason
 from paceline.services.gateway.queueing import admission_queue
-from paceline.services.gateway.routing.placements import PlacementLog
 from paceline.services.gateway.routing.prefix_index import PrefixIndex
-from paceline.services.gateway.sequences.attempt import Ended, Event, Generated
+from paceline.services.gateway.sequences.notices import PlacementLog
+from paceline.services.gateway.sequences.progress import Ended, Event, Generated
 from paceline.services.gateway.sequences.runner import SequenceRunner
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from tests.services.gateway.conftest import PATIENCE, Cluster, eventually

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from paceline.core.types import FinishReason, SamplingParams, Token
 from paceline.proto import common_pb2
-from paceline.services.gateway.sequences.attempt import Generated, HandedOver, PromptScores
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.progress import Generated, HandedOver, PromptScores
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from tests.services.gateway.toy_plans import toy_sequence
 

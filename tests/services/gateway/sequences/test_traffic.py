@@ -11,10 +11,10 @@ from paceline.core.errors import BusyError
 from paceline.core.types import SamplingParams, Token
 from paceline.proto.fleet_pb2 import ClassTraffic
 from paceline.services.common.wire import distribution_from_pb
-from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.load import MOST_CLASSES, TrafficBook
+from paceline.services.gateway.sequences.progress import Generated
 from paceline.services.gateway.sequences.sequence import SequenceRun
-from paceline.services.gateway.sequences.traffic import MOST_CLASSES, TrafficBook
 from tests.services.gateway.toy_plans import toy_sequence
 
 

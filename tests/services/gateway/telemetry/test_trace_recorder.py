@@ -12,8 +12,8 @@ import pytest
 from paceline.core.errors import ConfigError
 from paceline.core.types import Token
 from paceline.services.common.secret import Secret
-from paceline.services.gateway.sequences.attempt import Generated
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
+from paceline.services.gateway.sequences.progress import Generated
 from paceline.services.gateway.sequences.sequence import SequenceRun
 from paceline.services.gateway.telemetry.trace_recorder import TraceRecorder
 from tests.services.gateway.toy_plans import toy_sequence

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.cache_policy.hints import Hint
-from paceline.services.kvtransfer.ledger.early_hints import EARLY_SECONDS, MOST_EARLY, EarlyHints
+from paceline.services.kvtransfer.ledger.hints import EARLY_SECONDS, MOST_EARLY, EarlyHints
 from tests.services.kvtransfer.kv_toolkit import Desk, chain
 
 HINT, OTHER = Hint(16, 60.0), Hint(16, 900.0)

@@ -9,7 +9,7 @@ from paceline.core.errors import BusyError, InvalidRequestError, StaleError
 from paceline.core.kv_layout import NO_SLOT
 from paceline.core.types import Key
 from paceline.services.kvtransfer.ledger.lease import TRANSFER, Lease, UnknownLeaseError
-from paceline.services.kvtransfer.ledger.lookups import Lookups
+from paceline.services.kvtransfer.ledger.owners import Lookups
 from tests.services.kvtransfer.kv_toolkit import DECODE, OTHER, PREFILL, Desk, chain
 
 # ---- capacity

@@ -9,9 +9,9 @@ from paceline.core.cache_policy.lru import LRU
 from paceline.core.cache_policy.ranking import Name, Place
 from paceline.core.kv_layout import KVLayout
 from paceline.core.types import Key
+from paceline.services.kvtransfer.ledger.block_tables import place_of
 from paceline.services.kvtransfer.ledger.claim import Claim
 from paceline.services.kvtransfer.ledger.ledger import Ledger
-from paceline.services.kvtransfer.ledger.places import place_of
 from tests.core.cache_policy.policies import MostRecent
 from tests.services.kvtransfer.kv_toolkit import DECODE, LEASE, chain, make_layout
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.services.kvtransfer.transfers.flights import Flights
+from paceline.services.kvtransfer.transfers.prefixes import Flights
 from tests.services.kvtransfer.kv_toolkit import chain
 
 LONG, SHORT, OTHER = chain("abcd"), chain("ab"), chain("abxy")

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from paceline.services.common.credentials import Credentials
-from paceline.services.kvtransfer.transports import channels
-from paceline.services.kvtransfer.transports.channels import MOST_IDLE, Channels
+from paceline.services.kvtransfer.transports import grpc_transport
+from paceline.services.kvtransfer.transports.grpc_transport import MOST_IDLE, Channels
 
 
 async def test_a_channel_is_kept_while_it_is_used_and_for_a_while_after(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Channels(Credentials())
     with made.to("127.0.0.1:1") as first:
-        monkeypatch.setattr(channels, "IDLE_SECONDS", -1.0)
+        monkeypatch.setattr(grpc_transport, "IDLE_SECONDS", -1.0)
         await made.sweep()
         with made.to("127.0.0.1:1") as again:
             assert again is first

@@ -15,8 +15,7 @@ from paceline.proto import kvtransfer_pb2 as pb
 from paceline.proto import kvtransfer_pb2_grpc as pb_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer
-from paceline.services.kvtransfer.transports.channels import Channels
-from paceline.services.kvtransfer.transports.grpc_transport import GrpcTransport
+from paceline.services.kvtransfer.transports.grpc_transport import Channels, GrpcTransport
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
 from tests.services.kvtransfer.transport_cases import arena
 

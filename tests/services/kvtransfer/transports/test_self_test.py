@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.services.kvtransfer.transports.self_test import SLOW_GIGABYTES_PER_SECOND, self_test
+from paceline.services.kvtransfer.fast_transports import SLOW_GIGABYTES_PER_SECOND, self_test
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Source
 from tests.services.kvtransfer.transport_cases import TRANSPORTS, arena, missing
 

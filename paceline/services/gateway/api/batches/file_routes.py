@@ -34,8 +34,7 @@ from paceline.services.gateway.api.batches.file_store import (
 from paceline.services.gateway.api.batches.pages import Order
 from paceline.services.gateway.api.batches.upload import Upload
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.request_scope import aside, scope_of
-from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
+from paceline.services.gateway.http.request_scope import aside, id_of_made, key_was_used, scope_of
 
 PURPOSE = "batch"
 """The only purpose that an uploaded file may have."""

@@ -42,8 +42,7 @@ from paceline.services.gateway.api.batches.runner import BatchRunner
 from paceline.services.gateway.api.messages.bodies import MESSAGE_ERRORS
 from paceline.services.gateway.http.error_responses import messages_error_body
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.request_scope import aside, scope_of
-from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
+from paceline.services.gateway.http.request_scope import aside, id_of_made, key_was_used, scope_of
 
 ENDPOINT = "/v1/messages"
 WINDOW, WINDOW_SECONDS = "24h", 86400

@@ -20,8 +20,7 @@ from paceline.services.gateway.api.batches.runner import BatchRunner
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.paths import DECISIONS
-from paceline.services.gateway.http.request_scope import scope_of
-from paceline.services.gateway.planning.request_headers import id_of_made, key_was_used
+from paceline.services.gateway.http.request_scope import id_of_made, key_was_used, scope_of
 from paceline.services.gateway.store.store import Store
 
 Json = dict[str, Any]

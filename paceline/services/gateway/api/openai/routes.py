@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field, model_validator
 
 from paceline.services.gateway.api.api_schema import answers
-from paceline.services.gateway.api.chat_planning import encode_conversation, plan_conversation, plan_with_media
+from paceline.services.gateway.api.chat_planning import plan_conversation, plan_with_media
 from paceline.services.gateway.api.choice import Delta
 from paceline.services.gateway.api.openai.bodies import (
     ChatBatch,
@@ -23,10 +22,8 @@ from paceline.services.gateway.api.openai.bodies import (
     ModelList,
     Text,
     TokenizerInfo,
-    Tokens,
 )
-from paceline.services.gateway.api.openai.chat_format import ChatFormat
-from paceline.services.gateway.api.openai.completion_format import CompletionFormat
+from paceline.services.gateway.api.openai.formats import ChatFormat, CompletionFormat
 from paceline.services.gateway.api.respond import choose_id, respond, start, whole
 from paceline.services.gateway.api.response_format import Json
 from paceline.services.gateway.gateway import Gateway
@@ -41,11 +38,7 @@ from paceline.services.gateway.planning.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    TokenizeRequest,
 )
-
-LIST_PIECE = 10_000
-"""Number of values of a long list that are written to JSON at once, while no other thread runs."""
 
 _ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 """Fields about one prompt. A chat has these fields next to `choices`, a batch of chats in each choice."""
@@ -53,14 +46,8 @@ _ABOUT_PROMPT = ("prompt_logprobs", "prompt_token_ids")
 Conversation = Annotated[list[ChatMessage], Field(min_length=1)]
 
 
-def write_list(values: Sequence[int] | Sequence[str]) -> str:
-    """Return a list as JSON text, written in pieces because it may have millions of values."""
-    pieces = (json.dumps(values[begin : begin + LIST_PIECE])[1:-1] for begin in range(0, len(values), LIST_PIECE))
-    return f"[{', '.join(pieces)}]"
-
-
 def add_openai(router: APIRouter, gateway: Gateway) -> None:
-    """Add the OpenAI endpoints, `/tokenize` and `/detokenize` to a router."""
+    """Add the OpenAI endpoints, `/tokenizer_info` and `/detokenize` to a router."""
     api = OpenAiApi(gateway)
     router.get("/v1/models", response_model=None, responses=answers(ModelList))(api.list_models)
     router.get("/v1/models/{model:path}", response_model=None, responses=answers(ModelCard))(api.get_model)
@@ -70,13 +57,12 @@ def add_openai(router: APIRouter, gateway: Gateway) -> None:
     router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion, chunk=ChatChunk))(
         api.chat
     )
-    router.post("/tokenize", response_model=None, responses=answers(Tokens))(api.tokenize)
     router.get("/tokenizer_info", response_model=None, responses=answers(TokenizerInfo))(api.tokenizer_info)
     router.post("/detokenize", response_model=None, responses=answers(Text))(api.detokenize)
 
 
 class OpenAiApi:
-    """The OpenAI endpoints, `/tokenize` and `/detokenize`."""
+    """The OpenAI endpoints, `/tokenizer_info` and `/detokenize`."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -124,22 +110,6 @@ class OpenAiApi:
         plan = await plan_conversation(model, body, request)
         response_format = ChatFormat(body, plan, response_id, model.name, model.tokenizer)
         return await respond(model, body, plan, response_format, request)
-
-    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
-        model = self._gateway.pick(body.model)
-        tokenizer, special = model.tokenizer, body.add_special_tokens
-        if body.prompt is None:
-            tokens = (await encode_conversation(model, body, request, special is True)).token_ids
-        else:
-            tokens = await aside(request, tokenizer.encode, body.prompt, special is not False)
-
-        def encode() -> bytes:
-            strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
-            count = json.dumps({"count": len(tokens), "max_model_len": model.fleet.max_model_len()})
-            written = "null" if strings is None else write_list(strings)
-            return f'{count[:-1]}, "tokens": {write_list(tokens)}, "token_strs": {written}}}'.encode()
-
-        return Response(await aside(request, encode), media_type="application/json")
 
     async def tokenizer_info(self, model: str | None = None) -> dict[str, Any]:
         tokenizer = self._gateway.find(model).tokenizer

@@ -240,10 +240,12 @@ class RoleState(AnswerBody):
 
 
 class Scale(AnswerBody):
-    prefill: RoleState
-    decode: RoleState
-    encode: RoleState
-    pool: RoleState
+    """The workers of each role. A stack leaves out roles for which its model has no use."""
+
+    prefill: RoleState | None = None
+    decode: RoleState | None = None
+    encode: RoleState | None = None
+    pool: RoleState | None = None
 
 
 class CacheReset(AnswerBody):

@@ -27,8 +27,8 @@ from paceline.services.gateway.http.error_responses import ErrorResponse
 from paceline.services.gateway.http.errors import ApiError, to_api_error
 from paceline.services.gateway.http.request_scope import scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.telemetry.feed import rate, read_ledger
 from paceline.services.gateway.telemetry.metrics import figures
-from paceline.services.gateway.telemetry.snapshot import rate, read_ledger
 from paceline.services.gateway.telemetry.trace_book import KEPT
 from paceline.services.gateway.telemetry.trace_json import describe
 

@@ -44,12 +44,8 @@ class ScaleRequest(Body):
     """Ids of workers that shall end after their requests."""
     flip: dict[str, NewRole] = Field(default_factory=dict, max_length=64)
     """New roles of running workers, by worker id."""
-    release: list[Role] = Field(default_factory=list, max_length=3)
+    release: list[Role] = Field(default_factory=list, max_length=4)
     """Roles that the planner may scale again, after a client has set their number of workers."""
-
-
-SCALED = (*ROLES, "pool")
-"""Roles whose number of workers can be set."""
 
 
 def add_scaling(router: APIRouter, gateway: Gateway) -> None:
@@ -79,14 +75,14 @@ class ScalingApi:
         release = asked.pop("release", [])
         numbers = {role: asked[role] for role in ROLES if role in asked}
         has_planner = model.fleet.has_planner
-        if not socket and (body.drain or body.pool is not None or (numbers and not has_planner)):
+        if not socket and (body.drain or (numbers and not has_planner)):
             raise _no_supervisor()
         if release or (numbers and has_planner):
             await model.pin(numbers, release)
         if not socket:
             await _flip(model.fleet, body.flip)
             return _state_of(model.fleet)
-        if numbers or body.pool is not None:
+        if numbers:
             asked["victims"] = least_loss_first(model)
         return await ask_supervisor(socket, asked)
 
@@ -111,7 +107,7 @@ async def _flip(fleet: Fleet, flips: Mapping[str, NewRole]) -> None:
 
 def _state_of(fleet: Fleet) -> dict[str, Any]:
     """Return, for each role, the numbers of wanted, ready and draining workers that this gateway sees."""
-    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in SCALED}
+    states = {role: [each.state for each in fleet.workers() if each.member.role == role] for role in ROLES}
     return {
         role: {
             "wanted": len(own) - own.count("draining"),
@@ -134,10 +130,10 @@ def _no_supervisor() -> ApiError:
 
 def least_loss_first(model: ModelFleet) -> list[str]:
     """Return the ids of a model's workers that do not drain: for each role in the order in which they should leave."""
-    workers = [each for each in model.fleet.workers() if each.member.role in SCALED and each.member.state != "draining"]
+    workers = [each for each in model.fleet.workers() if each.member.role in ROLES and each.member.state != "draining"]
     standing = [_standing(worker) for worker in workers]
     cached = tokens_only_here(model.cached_blocks())
-    return [name for role in SCALED for name in victims(standing, role, len(standing), cached)]
+    return [name for role in ROLES for name in victims(standing, role, len(standing), cached)]
 
 
 def _standing(worker: RemoteWorker) -> Standing:

@@ -140,6 +140,23 @@ class Similarities(_Bare):
     root: list[float]
 
 
+class TeiToken(AnswerBody):
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    """First character of the token in its text, which has the prompt in front; None for a special token."""
+    stop: int | None
+
+
+class TeiTokens(_Bare):
+    root: list[list[TeiToken]]
+
+
+class Texts(_Bare):
+    root: list[str]
+
+
 class TeiInfo(AnswerBody):
     model_config = ConfigDict(defer_build=True, protected_namespaces=())
 

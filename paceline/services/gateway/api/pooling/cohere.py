@@ -10,10 +10,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import CohereEmbeddings
+from paceline.services.gateway.api.pooling.conversations import conversation_inputs
 from paceline.services.gateway.api.pooling.encoding import Json, Values, json_response, to_bytes, written
 from paceline.services.gateway.api.pooling.inputs import check_count, choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import Pooled, pool
@@ -21,6 +22,8 @@ from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
+from paceline.services.gateway.planning.chat_schemas import ChatMessage, ContentPart, TextPart, text_of
+from paceline.services.gateway.planning.media.parts import MediaPart
 from paceline.services.gateway.planning.pooling import PoolOptions, Side, TextInput
 from paceline.services.gateway.planning.request_body import Body, NamedRequest
 
@@ -37,17 +40,14 @@ them takes the texts as they are, because Cohere's clients always send a type.""
 _SIDES: Mapping[str, Side | None] = {"NONE": None, "START": "start", "END": "end"}
 
 
-class InputPart(Body):
-    """A part of an input."""
-
-    type: Literal["text"]
-    text: str
-
-
 class MixedInput(Body):
-    """An input that is given in parts."""
+    """An input that is given in parts: texts and images."""
 
-    content: Annotated[list[InputPart], Field(min_length=1)]
+    content: Annotated[list[ContentPart], Field(min_length=1)]
+
+    @property
+    def is_text(self) -> bool:
+        return all(isinstance(part, TextPart) for part in self.content)
 
 
 class CohereRequest(NamedRequest):
@@ -56,6 +56,7 @@ class CohereRequest(NamedRequest):
     texts: list[str] | None = None
     inputs: list[MixedInput] | None = None
     images: list[str] | None = None
+    """Images as data URLs or URLs, of which each is an input."""
     input_type: str | None = None
     """Purpose of the embeddings: one of PURPOSES, or the name of a prompt of the model."""
     output_dimension: int | None = Field(None, ge=1)
@@ -66,16 +67,36 @@ class CohereRequest(NamedRequest):
     """Largest number of tokens of a text."""
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
 
-    def text_inputs(self) -> list[TextInput]:
-        """Return the inputs. Raises ApiError unless there are texts, in one of the two fields."""
-        if self.images:
-            raise ApiError(400, "images: send images in messages to /v1/embeddings", param="images")
-        if (self.texts is None) == (self.inputs is None):
-            raise ApiError(400, "send either texts or inputs", param="texts")
-        place = "inputs" if self.texts is None else "texts"
-        texts = self.texts or ["\n".join(part.text for part in each.content) for each in self.inputs or ()]
-        check_count(len(texts), place, "texts")
-        return [TextInput(text, f"{place}[{index}]") for index, text in enumerate(texts)]
+    @model_validator(mode="after")
+    def _check_forms(self) -> CohereRequest:
+        if sum(each is not None for each in (self.texts, self.inputs, self.images)) != 1:
+            raise ApiError(400, "send one of texts, inputs and images", param="texts")
+        return self
+
+    @property
+    def written(self) -> list[str]:
+        """The texts of the inputs, which the answer repeats; "" for an image."""
+        if self.texts is not None:
+            return self.texts
+        return [text_of(each.content) for each in self.inputs or ()] or [""] * len(self.images or ())
+
+    async def pool_inputs(self, model: ModelFleet, request: Request, prompt: str) -> list[TextInput]:
+        """Return the inputs. If any has an image, all of them are conversations: the prompt as the system message, and
+        the parts as the user's message.
+
+        Raises ApiError if there are none or too many, and the errors of `conversation_inputs`.
+        """
+        place = "texts" if self.texts is not None else "inputs" if self.inputs is not None else "images"
+        check_count(len(self.written), place, place)
+        parts = [each.content for each in self.inputs or ()]
+        if self.images is None and all(each.is_text for each in self.inputs or ()):
+            return [TextInput(text, f"{place}[{index}]") for index, text in enumerate(self.written)]
+        parts += [[MediaPart.model_validate({"type": "image_url", "image_url": url})] for url in self.images or ()]
+        system = [ChatMessage(role="system", content=prompt)] if prompt else []
+        conversations = {
+            f"{place}[{index}]": [*system, ChatMessage(role="user", content=each)] for index, each in enumerate(parts)
+        }
+        return await conversation_inputs(model, request, conversations)
 
 
 def add_cohere(router: APIRouter, gateway: Gateway) -> None:
@@ -100,19 +121,21 @@ class CohereApi:
 
     async def _embed(self, body: CohereRequest, request: Request, version: str) -> Response:
         model = choose_model(self._gateway, body.model, "embed")
-        inputs = body.text_inputs()
+        prompt = purpose_prompt(model, body.input_type)
+        inputs = await body.pool_inputs(model, request, prompt)
         types = list(dict.fromkeys(body.embedding_types or ["float"]))
         if {"binary", "ubinary"} & {*types}:
             _check_bits(model, body.output_dimension)
         options = PoolOptions(
             dimensions=body.output_dimension,
-            prompt=purpose_prompt(model, body.input_type),
+            prompt=prompt,
             truncate=_SIDES[body.truncate],
             max_tokens=body.max_tokens,
             priority=body.priority,
         )
         response_id = choose_id(None, request)
         pooled = await pool(model, request, inputs, options)
+        texts = body.written
 
         def write() -> Response:
             is_plain = version == "1" and body.embedding_types is None
@@ -122,12 +145,12 @@ class CohereApi:
                     "id": response_id,
                     "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
                     "embeddings": embeddings["float"] if is_plain else embeddings,
-                    "texts": [each.content for each in inputs],
+                    "texts": texts,
                     "meta": _meta(version, pooled),
                 }
             )
 
-        return await written(request, pooled.rows, write, sum(len(each.content) for each in inputs))
+        return await written(request, pooled.rows, write, sum(map(len, texts)))
 
 
 def purpose_prompt(model: ModelFleet, purpose: str | None, place: str = "input_type") -> str:

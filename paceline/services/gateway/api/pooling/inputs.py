@@ -13,7 +13,6 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.pooling import PoolOptions, TextInput
 from paceline.services.gateway.planning.request_body import NamedRequest
-from paceline.services.gateway.planning.schemas import TokenId
 
 MAX_INPUTS = 2048
 """Largest number of inputs in one request."""
@@ -60,18 +59,6 @@ class TextFields(NamedRequest):
             cache_salt=self.cache_salt or "",
             **further,
         )
-
-
-class InputFields(TextFields):
-    """The fields of requests whose inputs are texts or token ids."""
-
-    input: str | list[str] | list[TokenId] | list[list[TokenId]]
-    add_special_tokens: bool = True
-    """Whether the tokenizer adds its special tokens to texts. Token ids stay as they are."""
-
-    def inputs(self) -> list[TextInput]:
-        """Return the inputs. Raises ApiError if there are none, or too many."""
-        return text_inputs(self.input, "input")
 
 
 def text_inputs(given: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], place: str) -> list[TextInput]:

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,19 +20,22 @@ from paceline.core.errors import UnavailableError
 from paceline.core.pooling import ROW_TASKS
 from paceline.core.telemetry import request_span
 from paceline.proto import common_pb2
+from paceline.services.common.registry import Member
 from paceline.services.common.tasks import end_tasks, own_cancellation
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
-from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, plan_pool
-from paceline.services.gateway.planning.request_headers import with_headers
-from paceline.services.gateway.sequences.attempt import Event, PooledRows
-from paceline.services.gateway.sequences.sequence import SequenceRun
+from paceline.services.gateway.planning.plan import with_headers
+from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, join_plans, plan_pool
+from paceline.services.gateway.sequences.progress import Event, PooledRows
+from paceline.services.gateway.sequences.sequence import ReplacedError, SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
 
 Rows = NDArray[np.float32]
 
+MOST_ROUNDS = 4
+"""Number of times that bundles are computed, before a request fails because workers keep getting other weights."""
 RESULT_COST = 4
 """Bytes of memory that are counted for each byte of a result: the message, the array and its text in the answer."""
 BUNDLES_PER_WORKER = 2
@@ -77,16 +80,30 @@ async def pool(model: ModelFleet, request: Request, inputs: Sequence[TextInput],
         BusyError, UnavailableError: no worker had room or was ready in time, or the request failed too often.
         ClientLeftError: the client disconnected.
     """
+    (pooled,) = await pool_parts(model, request, [(inputs, options)])
+    return pooled
+
+
+async def pool_parts(
+    model: ModelFleet, request: Request, parts: Sequence[tuple[Sequence[TextInput], PoolOptions]]
+) -> list[Pooled]:
+    """Compute inputs with different options, such as queries and documents, and return the results of each part.
+
+    All parts are checked before anything is computed, and the results of all parts are of one model. Raises the errors
+    of `pool`.
+    """
     if model.adapter is not None:
         raise ApiError(400, f"{model.name!r} is an adapter, which only generates text; name its model", param="model")
     config, scope = model.pooling, scope_of(request)
-    if config is None or options.task not in config.tasks:
-        raise ApiError(400, f"the model {model.name!r} does not compute {options.task}", param="model")
+    for _, options in parts:
+        if config is None or options.task not in config.tasks:
+            raise ApiError(400, f"the model {model.name!r} does not compute {options.task}", param="model")
+    assert config is not None
     served = await model.served_model(request, common_pb2.WORK_KIND_POOL)
     workers = model.fleet.summary.computing_workers
-    plan = partial(plan_pool, inputs, options, config, served.tokenizer, served.max_model_len, workers)
-    is_small = sum(len(each.content) for each in inputs) <= SMALL_CHARACTERS
-    planned = plan() if is_small else await aside(request, plan)
+    given = config, served.tokenizer, served.max_model_len, workers
+    plans = await _planned(request, parts, lambda inputs, options: plan_pool(inputs, options, *given))
+    planned = join_plans(plans)
     scope.memory.take(scope.owner, RESULT_COST * planned.result_bytes)
     full = with_headers(planned.plan, request)
     full = dataclasses.replace(full, cache_salt=model.cache_salts.salt(scope.caller, full.cache_salt))
@@ -94,8 +111,22 @@ async def pool(model: ModelFleet, request: Request, inputs: Sequence[TextInput],
     scope.admission.charge(sum(map(len, planned.token_ids)), 0)
     scope.resources.callback(scope.admission.refund)
     trace = RequestTrace.of(full, scope, endpoint=request.url.path, model=model.name, streamed=False)
-    rows = await until_disconnect(request.receive, _Pooling(model, planned, trace, scope, workers).run())
-    return Pooled(rows, planned.token_ids, planned.cut_tokens)
+    rows = iter(await until_disconnect(request.receive, _Pooling(model, planned, trace, scope, workers).run()))
+    return [Pooled(list(itertools.islice(rows, len(own.places))), own.token_ids, own.cut_tokens) for own in plans]
+
+
+async def _planned(
+    request: Request,
+    parts: Sequence[tuple[Sequence[TextInput], PoolOptions]],
+    plan: Callable[[Sequence[TextInput], PoolOptions], PoolPlan],
+) -> list[PoolPlan]:
+    """Return the plan of each part. It is made on a thread unless the texts are short."""
+
+    def plan_all() -> list[PoolPlan]:
+        return [plan(inputs, options) for inputs, options in parts]
+
+    is_small = sum(len(each.content) for inputs, _ in parts for each in inputs) <= SMALL_CHARACTERS
+    return plan_all() if is_small else await aside(request, plan_all)
 
 
 class _Pooling:
@@ -113,6 +144,8 @@ class _Pooling:
         self._places = planned.places
         self._tokens = sum(map(len, planned.token_ids))
         self._rows: list[Rows | None] = [None] * len(planned.places)
+        self._weights = [""] * len(planned.plan.prompts)
+        """`Member.weights` of the worker that computed each bundle; "" if unknown, or if it is not computed."""
         self._request_trace = request_trace
         self._scope = scope
         sizes = [len(prompt.pool.inputs) for prompt in self._plan.prompts if prompt.pool is not None]
@@ -126,51 +159,82 @@ class _Pooling:
         model, trace, scope = self._model, self._request_trace, self._scope
         scope.admission.run()
         scope.resources.close()
-        self._tasks = [asyncio.create_task(self._run_bundle(index)) for index in range(len(self._plan.prompts))]
         model.traces.open(trace)
         try:
             with scope.admission, model.requests.running(trace.request_id, trace.owner, self._abort):
-                await _all_of(self._tasks)
+                await self._run_all()
         finally:
-            await end_tasks(*self._tasks)
-            self._tasks.clear()  # an error's traceback knows this object
             model.traces.close(trace)
             is_computed = any(each.admitted is not None for each in trace.traces)
             scope.admission.settle(self._tokens if is_computed else 0, has_answer=False)
         if trace.is_aborted:
             raise UnavailableError("the request was aborted")
-        if len({each.weights for each in trace.traces if each.weights}) > 1:
-            raise UnavailableError("the model was replaced while the request was computed; send it again")
         return [rows for rows in self._rows if rows is not None]
+
+    async def _run_all(self) -> None:
+        """Compute all bundles with the same weights. If the model is replaced meanwhile, bundles that have the weights
+        from before are computed again.
+
+        Raises the first error of a bundle, and UnavailableError if the model is replaced again and again.
+        """
+        indices, weights = list(range(len(self._plan.prompts))), ""
+        for number in range(MOST_ROUNDS):
+            await self._run_bundles(indices, weights, number)
+            found = {*filter(None, self._weights)}
+            if len(found) < 2 or self._request_trace.is_aborted:
+                return
+            weights = newest_weights((each.member for each in self._model.fleet.snapshot()), found)
+            indices = [index for index, own in enumerate(self._weights) if own not in ("", weights)]
+        raise UnavailableError("the model was replaced again and again while the request was computed; send it again")
+
+    async def _run_bundles(self, indices: Sequence[int], weights: str, number: int) -> None:
+        self._tasks = [asyncio.create_task(self._run_bundle(index, weights, number)) for index in indices]
+        try:
+            await _all_of(self._tasks)
+        finally:
+            await end_tasks(*self._tasks)
+            self._tasks.clear()  # an error's traceback knows this object
 
     def _abort(self) -> None:
         self._request_trace.is_aborted = True
         for task in self._tasks:
             asyncio.get_running_loop().call_soon(task.cancel)
 
-    async def _run_bundle(self, index: int) -> None:
-        model, prompt = self._model, self._plan.prompts[index]
+    async def _run_bundle(self, index: int, weights: str, number: int) -> None:
+        """Compute a bundle with these weights, or with any if they are "" or no worker has them any more.
+
+        Args:
+            number: number of the round.
+        """
         async with self._places_at_workers:
-            trace = self._request_trace.begin(index, len(prompt.token_ids), 0)
-            trace.arrived = self._request_trace.arrived
-            sequence_id = self._request_trace.sequence_id(index)
-            outcome, why = "abort", ""
-            with request_span("request", sequence_id) as span:
-                span.set_attribute("paceline.model", self._request_trace.model)
-                try:
-                    sequence = SequenceRun(sequence_id, self._plan, trace)
-                    with own_cancellation(_cancelled):
-                        await model.runner.run(sequence, partial(self._take, index))
-                    outcome = "stop"
-                except Exception as error:
-                    outcome, why = "error", str(error)
-                    raise
-                finally:
-                    trace.end_attempt(outcome, why)
-                    model.metrics.observe(trace, 0, outcome, background=self._plan.background)
-                    span.add_event("end", {"outcome": outcome})
-                    trace.end(outcome, why, 0)
-                    _log(trace, outcome, self._request_trace.model)
+            try:
+                await self._run_sequence(index, weights, f".{number}" if number else "")
+            except ReplacedError:
+                await self._run_sequence(index, "", f".{number}.any")
+
+    async def _run_sequence(self, index: int, weights: str, suffix: str) -> None:
+        """Compute all inputs of a bundle. `suffix` distinguishes this from earlier times, at workers."""
+        model, prompt = self._model, self._plan.prompts[index]
+        trace = self._request_trace.begin(index, len(prompt.token_ids), 0)
+        trace.arrived, trace.wanted_weights = self._request_trace.arrived, weights
+        sequence_id = self._request_trace.sequence_id(index) + suffix
+        outcome, why = "abort", ""
+        with request_span("request", sequence_id) as span:
+            span.set_attribute("paceline.model", self._request_trace.model)
+            try:
+                sequence = SequenceRun(sequence_id, self._plan, trace)
+                with own_cancellation(_cancelled):
+                    await model.runner.run(sequence, partial(self._take, index))
+                outcome, self._weights[index] = "stop", trace.weights
+            except Exception as error:
+                outcome, why = "error", str(error)
+                raise
+            finally:
+                trace.end_attempt(outcome, why)
+                model.metrics.observe(trace, 0, outcome, background=self._plan.background)
+                span.add_event("end", {"outcome": outcome})
+                trace.end(outcome, why, 0)
+                _log(trace, outcome, self._request_trace.model)
 
     def _take(self, index: int, event: Event) -> None:
         """Keep the results in an event. Raises ApiError if an input has none."""
@@ -187,6 +251,14 @@ class _Pooling:
             part = values[row : row + count]
             self._rows[begin + own] = part if pool.wish.task in ROW_TASKS else part.reshape(-1)
             row += count
+
+
+def newest_weights(members: Iterable[Member], found: Collection[str]) -> str:
+    """Return those of the weights `found` that the member has which started last. If no member has any of them, return
+    the first one by name: then bundles are computed with whatever weights there are.
+    """
+    started = {each.epoch: each.weights for each in members if each.weights in found}
+    return started[max(started)] if started else min(found)
 
 
 async def _all_of(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -115,6 +115,8 @@ class SimilarityRequest(NamedRequest):
 
 
 _ERRORS = errors_of(TeiError)
+_POOLING = {"last": "last_token"}
+"""TEI's names for ways of pooling, where they differ from ours."""
 
 
 def add_tei(router: APIRouter, gateway: Gateway) -> None:
@@ -184,7 +186,7 @@ def describe(model: ModelFleet) -> Json:
         raise ApiError(404, f"the model {model.name!r} only generates", param="model")
     named = {str(index): label for index, label in enumerate(pooling.labels or ("LABEL_0",))}
     labels = {"id2label": named, "label2id": {label: int(index) for index, label in named.items()}}
-    kind: Json = {"embedding": {"pooling": "+".join(pooling.pooling) or "none"}}
+    kind: Json = {"embedding": {"pooling": "+".join(_POOLING.get(each, each) for each in pooling.pooling) or "none"}}
     if "score" in tasks:
         kind = {"reranker": labels}
     elif "classify" in tasks:
@@ -192,7 +194,7 @@ def describe(model: ModelFleet) -> Json:
     return {
         "model_id": model.name,
         "model_sha": None,
-        "model_dtype": "float32",
+        "model_dtype": dtype_of(model),
         "model_type": kind,
         "max_concurrent_requests": model.config.max_waiting,
         "max_input_length": pooling.max_tokens,
@@ -205,6 +207,12 @@ def describe(model: ModelFleet) -> Json:
         "sha": None,
         "docker_label": None,
     }
+
+
+def dtype_of(model: ModelFleet) -> str:
+    """Return the type of numbers in which the model's workers compute, such as "float32"; "" if none is known."""
+    known = (each.member.numerics for each in model.fleet.snapshot())
+    return next((numerics.dtype for numerics in known if numerics is not None), "")
 
 
 def sparse_json(row: Values) -> list[Json]:

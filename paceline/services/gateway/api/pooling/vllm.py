@@ -13,8 +13,9 @@ from pydantic import Field
 from paceline.core.pooling import POOL_TASKS, PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
+from paceline.services.gateway.api.pooling.conversations import InputOrMessages
 from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond, written
-from paceline.services.gateway.api.pooling.inputs import InputFields, choose_model
+from paceline.services.gateway.api.pooling.inputs import choose_model
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
@@ -25,7 +26,7 @@ PREFERRED: tuple[PoolTask, ...] = ("embed", "classify", "score", "token_embed", 
 """The tasks in the order in which /pooling chooses one if the client names none."""
 
 
-class PoolingRequest(InputFields, EncodingFields):
+class PoolingRequest(InputOrMessages, EncodingFields):
     """The body of POST /pooling."""
 
     task: Literal["embed", "classify", "token_embed", "token_classify", "score", "sparse", "plugin"] | None = None
@@ -36,7 +37,7 @@ class PoolingRequest(InputFields, EncodingFields):
     """Whether labels get probabilities, and whether vectors get the length 1. Default: as the checkpoint says."""
 
 
-class ClassifyRequest(InputFields):
+class ClassifyRequest(InputOrMessages):
     """The body of POST /classify."""
 
     use_activation: bool | None = None
@@ -65,7 +66,7 @@ class VllmPoolingApi:
         task = next(each for each in PREFERRED if each in model.tasks) if asked is None else asked
         if body.dimensions is not None and task != "embed":
             raise ApiError(400, f"dimensions are for the task embed, and the task is {task}", param="dimensions")
-        inputs = body.inputs()
+        inputs = await body.inputs(model, request)
         body.check_count(len(inputs))
         options = body.pool_options(
             model,
@@ -73,7 +74,7 @@ class VllmPoolingApi:
             dimensions=body.dimensions,
             normalize=body.use_activation if task in ("embed", "token_embed") else None,
             activation=body.use_activation,
-            add_special_tokens=body.add_special_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
         pooled = await pool(model, request, inputs, options)
@@ -83,10 +84,10 @@ class VllmPoolingApi:
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "classify")
         options = body.pool_options(
-            model, "classify", activation=body.use_activation, add_special_tokens=body.add_special_tokens
+            model, "classify", activation=body.use_activation, add_special_tokens=body.add_special_tokens is not False
         )
         response_id = choose_id(body.request_id, request)
-        pooled = await pool(model, request, body.inputs(), options)
+        pooled = await pool(model, request, await body.inputs(model, request), options)
         head = {**_head(response_id, model), "usage": pooled.usage()}
 
         def write() -> Response:

@@ -21,9 +21,8 @@ from paceline.services.gateway.api.responses.output import (
 )
 from paceline.services.gateway.api.responses.schemas import ResponsesRequest
 from paceline.services.gateway.api.responses.tools import Toolbox
-from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.errors import NOT_UNICODE, ApiError, is_unicode
 from paceline.services.gateway.http.event_streams import event
-from paceline.services.gateway.http.texts import NOT_UNICODE, is_unicode
 from paceline.services.gateway.planning.answers.answer import CallArguments, CallBegin, Content, Part, Reasoning
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 

@@ -24,10 +24,9 @@ from paceline.services.gateway.api.responses.conversation_store import (
 from paceline.services.gateway.api.responses.items import InputItem, ReferenceItem
 from paceline.services.gateway.api.responses.schemas import Metadata
 from paceline.services.gateway.http.bounds import BYTE_COST
-from paceline.services.gateway.http.errors import ApiError
+from paceline.services.gateway.http.errors import NOT_UNICODE, ApiError, is_unicode_json
 from paceline.services.gateway.http.paths import DECISIONS
 from paceline.services.gateway.http.request_scope import aside, scope_of
-from paceline.services.gateway.http.texts import NOT_UNICODE, is_unicode_json
 from paceline.services.gateway.planning.media.parts import name_places
 from paceline.services.gateway.planning.request_body import Body
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paceline.core.types import Token
-from paceline.services.gateway.api.custom_input import CustomInput
 from paceline.services.gateway.api.logprobs import LogprobFormat
+from paceline.services.gateway.api.response_format import CustomInput
 from paceline.services.gateway.api.responses.items import seal
 from paceline.services.gateway.api.responses.tools import ClientName
 from paceline.services.gateway.planning.vocabulary import Vocabulary

@@ -47,14 +47,13 @@ from paceline.services.gateway.api.tokens.render_api import check_no_media, rend
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import EventStreamResponse, event, until_disconnect
-from paceline.services.gateway.http.request_scope import aside, scope_of
+from paceline.services.gateway.http.request_scope import IDEMPOTENCY_KEY, aside, id_of_made, key_was_used, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.cache_hints import STORED
 from paceline.services.gateway.planning.chat_prompt import media_of
 from paceline.services.gateway.planning.media.items import NO_ITEMS, NOTHING, Expansions
 from paceline.services.gateway.planning.media.parts import pin_meanings
 from paceline.services.gateway.planning.plan import Plan, ServedModel
-from paceline.services.gateway.planning.request_headers import IDEMPOTENCY_KEY, id_of_made, key_was_used
 from paceline.services.gateway.store.store import Store
 
 Json = dict[str, Any]

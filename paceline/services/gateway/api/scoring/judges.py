@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from paceline.core.pooling import PoolRole
 from paceline.services.gateway.api.pooling.cohere import purpose_prompt
 from paceline.services.gateway.api.pooling.inputs import check_limit, wrong_task
-from paceline.services.gateway.api.pooling.pool import Pooled, pool
+from paceline.services.gateway.api.pooling.pool import Pooled, pool, pool_parts
 from paceline.services.gateway.api.pooling.similarity import cosine, max_sim
 from paceline.services.gateway.api.respond import start
 from paceline.services.gateway.api.scoring.requests import ScoringRequest
@@ -101,11 +101,10 @@ async def _by_vectors(
     asked = [TextInput(query, f"query of {next(iter(pairs))}" if len(queries) == 1 else "queries") for query in queries]
     documents = [TextInput(document, place) for place, (_, document) in cut.items()]
 
-    async def compute(inputs: Sequence[TextInput], role: PoolRole) -> Pooled:
-        prompt = purpose_prompt(model, f"search_{role}")
-        return await pool(model, request, inputs, replace(options, prompt=prompt, role=role))
+    def part(inputs: Sequence[TextInput], role: PoolRole) -> tuple[Sequence[TextInput], PoolOptions]:
+        return inputs, replace(options, prompt=purpose_prompt(model, f"search_{role}"), role=role)
 
-    first, second = await compute(asked, "query"), await compute(documents, "document")
+    first, second = await pool_parts(model, request, [part(asked, "query"), part(documents, "document")])
 
     def compare() -> list[float]:
         numbers = (queries[query] for query, _ in cut.values())

@@ -14,8 +14,7 @@ from typing import Any
 from paceline.core.errors import InvalidRequestError
 from paceline.core.types import Logprob, SamplingParams, Token
 from paceline.services.gateway.api.choice import Choice, Delta, join_deltas
-from paceline.services.gateway.api.openai.chat_format import ChatFormat
-from paceline.services.gateway.api.openai.completion_format import CompletionFormat
+from paceline.services.gateway.api.openai.formats import ChatFormat, CompletionFormat
 from paceline.services.gateway.api.response_format import ResponseFormat, TextChunk
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.schemas import ChatRequest, CompletionRequest
@@ -34,7 +33,7 @@ from paceline.services.gateway.planning.token_schemas import (
     TokensUsage,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.sequences.attempt import Generated
+from paceline.services.gateway.sequences.progress import Generated
 
 Json = dict[str, Any]
 

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 
 from paceline.core.request_classes import BACKGROUND
 from paceline.proto.fleet_pb2 import KeyUse
-from paceline.services.gateway.http.access.book import AccessBook
-from paceline.services.gateway.http.access.keys import KeyLimits
+from paceline.services.gateway.http.access.keys import AccessBook, KeyLimits
+from paceline.services.gateway.http.access.limits import MINUTE, MinuteLimit, Part, Use, parts_of
 from paceline.services.gateway.http.access.meter import Admission, Meter
-from paceline.services.gateway.http.access.minute_limit import MINUTE, MinuteLimit, Part
-from paceline.services.gateway.http.access.shares import Use, parts_of
 from paceline.services.gateway.http.errors import CountRefusal
 
 NEGLIGIBLE = 0.01

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from paceline.core.request_classes import DEFAULT
 from paceline.services.gateway.http.access.keys import KeyLimits
-from paceline.services.gateway.http.access.minute_limit import Charge, MinuteLimit, Part
-from paceline.services.gateway.http.access.shares import KeyParts
+from paceline.services.gateway.http.access.limits import Charge, KeyParts, MinuteLimit, Part
 from paceline.services.gateway.http.errors import ApiError, retry_after
 
 READS_PER_REQUEST = 10

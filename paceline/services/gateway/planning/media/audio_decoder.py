@@ -9,8 +9,7 @@ import numpy as np
 from av.audio.resampler import AudioResampler
 from numpy.typing import NDArray
 
-from paceline.services.gateway.planning.media.container import open_container
-from paceline.services.gateway.planning.media.decoded import BrokenItemError
+from paceline.services.gateway.planning.media.container import BrokenItemError, open_container
 
 _SAMPLE_RATES = range(1_000, 400_000)
 _BYTES_PER_SAMPLE = 4

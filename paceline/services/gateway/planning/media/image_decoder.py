@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from paceline.services.gateway.planning.media.decoded import BrokenItemError, check_not_text
+from paceline.services.gateway.planning.media.container import BrokenItemError, check_not_text
 from paceline.services.gateway.planning.media.items import Fit
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")

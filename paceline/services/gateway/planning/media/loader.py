@@ -17,9 +17,9 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, ConfigError
 from paceline.core.options import parse_bytes
 from paceline.services.gateway.http.errors import MediaError
-from paceline.services.gateway.planning.media.answer import Facts
 from paceline.services.gateway.planning.media.body import Take
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
+from paceline.services.gateway.planning.media.channel import Facts
 from paceline.services.gateway.planning.media.fetch import Fetcher, Resolver, SystemResolver
 from paceline.services.gateway.planning.media.guard import MediaGuard
 from paceline.services.gateway.planning.media.items import SAMPLING_RATE, Fit, FrameSampling, ItemKind

@@ -22,9 +22,8 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.services.common.tasks import InUse
 from paceline.services.gateway.http.errors import MediaError
-from paceline.services.gateway.planning.media.answer import Facts, array_of, facts_of, size_of
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.planning.media.channel import Channel, ChannelError
+from paceline.services.gateway.planning.media.channel import Channel, ChannelError, Facts, array_of, facts_of, size_of
 from paceline.services.gateway.planning.media.items import Fit, ImageSize
 
 START_SECONDS = 60.0

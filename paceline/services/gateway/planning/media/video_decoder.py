@@ -17,8 +17,7 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from numpy.typing import NDArray
 
-from paceline.services.gateway.planning.media.container import open_container
-from paceline.services.gateway.planning.media.decoded import BrokenItemError
+from paceline.services.gateway.planning.media.container import BrokenItemError, open_container
 from paceline.services.gateway.planning.media.items import FrameSampling
 
 _MAX_FRAMES = 1_000_000

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import paceline
 from paceline.client import GatewayClient
-from paceline.services.gateway.telemetry import snapshot
+from paceline.services.gateway.telemetry import feed
 from paceline.top import top
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -155,7 +155,7 @@ async def test_the_fleet_with_the_ledger_of_each_host(stack: Stack) -> None:
 async def test_a_host_that_starts_again_while_its_ledger_is_asked_for_is_no_error(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "LEDGER_SECONDS", 60.0)
+    monkeypatch.setattr(feed, "LEDGER_SECONDS", 60.0)
     leaving = await stack.add("kvtransfer", "kv-0")
     leaving.pause_after = 0
 

@@ -85,7 +85,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"texts": []}, "texts"),
     ({"texts": [""]}, "texts[0]"),
     ({"texts": ["a"], "inputs": [{"content": [{"type": "text", "text": "a"}]}]}, "texts"),
-    ({"images": ["data:image/png;base64,"]}, "images"),
+    ({"images": ["data:image/png;base64,"]}, "images[0]"),
     ({"texts": ["a"], "embedding_types": ["int4"]}, "embedding_types[0]"),
     ({"texts": ["a"] * 2049}, "texts"),
 ]

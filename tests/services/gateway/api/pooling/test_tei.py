@@ -61,6 +61,23 @@ async def test_info(embedder: Stack, labeller: Stack) -> None:
     assert kind == {"classifier": {"id2label": {"0": "even", "1": "odd"}, "label2id": {"even": 0, "odd": 1}}}
 
 
+async def test_tokens_and_their_texts(embedder: Stack) -> None:
+    answer = await embedder.post("/tokenize", inputs=["ab", "c"])
+    end = {"id": 256, "text": "<|end|>", "special": True, "start": None, "stop": None}
+    letters = [{"id": ord(each), "text": each, "special": False} for each in "abc"]
+    places = [{"start": index, "stop": index + 1} for index in (0, 1)]
+    first, second = [{**letters[0], **places[0]}, {**letters[1], **places[1]}, end], [{**letters[2], **places[0]}, end]
+    assert answer.json() == [first, second]
+    assert (await embedder.post("/tokenize", inputs="ab", add_special_tokens=False)).json() == [first[:2]]
+    named = (await embedder.post("/tokenize", inputs="a", prompt_name="query")).json()[0]
+    assert "".join(each["text"] for each in named) == "q: a<|end|>"
+    # vLLM's form has a field of another name.
+    assert (await embedder.post("/tokenize", prompt="ab")).json()["tokens"] == [97, 98, 256]
+    ids = [each["id"] for each in first]
+    assert (await embedder.post("/decode", ids=ids)).json() == ["ab"]
+    assert (await embedder.post("/decode", ids=[ids, [99]], skip_special_tokens=False)).json() == ["ab<|end|>", "c"]
+
+
 ERRORS: list[tuple[str, dict[str, Any], int, str]] = [
     ("/embed", {"inputs": "a" * 100}, 413, "validation"),
     ("/embed", {"inputs": ["a"] * 2049}, 413, "validation"),
@@ -71,6 +88,10 @@ ERRORS: list[tuple[str, dict[str, Any], int, str]] = [
     ("/predict", {"inputs": "a"}, 424, "backend"),
     ("/embed_sparse", {"inputs": "a"}, 424, "backend"),
     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "empty"),
+    ("/tokenize", {"inputs": []}, 400, "empty"),
+    ("/tokenize", {"inputs": ["a"] * 2049}, 413, "validation"),
+    ("/decode", {"ids": [10**6]}, 422, "tokenizer"),
+    ("/decode", {"ids": []}, 400, "empty"),
 ]
 
 

@@ -105,6 +105,13 @@ async def test_truncation(embedder: Stack) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
+async def test_white_space_is_part_of_a_text(embedder: Stack) -> None:
+    """As in transformers and sentence-transformers: the model's tokenizer says what it is worth."""
+    assert (await embedder.post("/pooling", input=["  a ", " "])).status_code == 200
+    work = embedder.workers["pool-0"].calls[-1].work
+    assert [bytes(one.token_ids[:-1]).decode() for one in work.pool.inputs] == ["  a ", " "]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": ""}, "input"),

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.core.types import Logprob, SamplingParams, Token
+from paceline.core.types import FinishReason, Logprob, SamplingParams, Token
 from paceline.services.gateway.api.choice import Choice
 from paceline.services.gateway.api.responses.builder import ResponseBuilder
 from paceline.services.gateway.api.responses.planning import chat_request
@@ -17,7 +17,7 @@ from paceline.services.gateway.api.responses.tools import Toolbox
 from paceline.services.gateway.planning.answers.registry import choose_forms
 from paceline.services.gateway.planning.plan import Plan, PromptPlan, plan_answer
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from paceline.services.gateway.sequences.attempt import Ended, FinishReason, Generated
+from paceline.services.gateway.sequences.progress import Ended, Generated
 
 FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 NO_USAGE: dict[str, Any] = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.api.custom_input import CustomInput
+from paceline.services.gateway.api.response_format import CustomInput
 from paceline.services.gateway.api.responses.tools import joined_name
 from tests.services.gateway.planning.answers.pieces import TEXT, cut
 

@@ -12,10 +12,9 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.services.common.secret import new_key
-from paceline.services.gateway.http.access import book as book_module
-from paceline.services.gateway.http.access.book import AccessBook
+from paceline.services.gateway.http.access import keys as key_module
 from paceline.services.gateway.http.access.callers import Caller
-from paceline.services.gateway.http.access.keys import KeyLimits
+from paceline.services.gateway.http.access.keys import AccessBook, KeyLimits
 from tests.services.gateway.conftest import eventually
 
 CLEAR = "the-key-of-alice"
@@ -127,7 +126,7 @@ def test_a_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 async def test_a_file_that_changes_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(book_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(key_module, "LOOK_SECONDS", 0.01)
     keys = AccessBook(file=written(tmp_path, f'[alice]\nkey = "{CLEAR}"'))
     watch = asyncio.create_task(keys.watch())
     with caplog.at_level(logging.WARNING, "paceline"):
@@ -149,7 +148,7 @@ async def test_a_file_that_changes_is_read_again(
 
 
 async def test_a_file_that_changes_never_opens_the_gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book_module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(key_module, "LOOK_SECONDS", 0.01)
     keys = AccessBook(file=written(tmp_path, f'[alice]\nkey = "{CLEAR}"\n[ops]\nkey = "root"\nrole = "admin"'))
     watch = asyncio.create_task(keys.watch())
     written(tmp_path, '[ops]\nkey = "root"\nrole = "admin"')

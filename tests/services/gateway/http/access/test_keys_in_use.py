@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from paceline.services.common.wire import context_from_pb
-from paceline.services.gateway.http.access import book
+from paceline.services.gateway.http.access import keys as key_module
 from tests.services.gateway.computed_routes import bodies
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 
@@ -279,7 +279,7 @@ async def test_a_response_in_the_background_runs_until_its_own_end(stack: Stack)
 
 
 async def test_a_key_that_is_removed_is_refused(stack: Stack, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(book, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(key_module, "LOOK_SECONDS", 0.05)
     await asyncio.to_thread(keys.write_text, '[root]\nkey = "key-of-root"\nrole = "admin"\n[bob]\nkey = "key-of-bob"')
 
     async def is_refused() -> bool:

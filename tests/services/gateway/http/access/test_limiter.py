@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.services.gateway.http.access.book import AccessBook
+from paceline.services.gateway.http.access.keys import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
+from paceline.services.gateway.http.access.limits import Use
 from paceline.services.gateway.http.access.meter import Admission
-from paceline.services.gateway.http.access.shares import Use
 from paceline.services.gateway.http.errors import ApiError, Reason
 
 HEARTBEAT = 1.5

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.http.access.minute_limit import MINUTE, Charge, MinuteLimit, Part
+from paceline.services.gateway.http.access.limits import MINUTE, Charge, MinuteLimit, Part
 
 EARLY = 1e-6
 """Rounding of floating-point numbers, in seconds."""

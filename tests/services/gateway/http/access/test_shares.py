@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.proto.fleet_pb2 import KeyUse
 from paceline.services.gateway.http.access.keys import KeyLimits
-from paceline.services.gateway.http.access.shares import LEFT, KeyParts, parts_of, shares_of
+from paceline.services.gateway.http.access.limits import LEFT, KeyParts, parts_of, shares_of
 
 LIMITS = KeyLimits(100, 1000, 10)
 counts = st.integers(0, 1000)

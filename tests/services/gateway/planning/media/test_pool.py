@@ -20,9 +20,8 @@ from paceline.core.config import GatewayConfig
 from paceline.core.errors import BusyError, UnavailableError
 from paceline.services.gateway.http.errors import MediaError
 from paceline.services.gateway.planning.media import pool
-from paceline.services.gateway.planning.media.answer import array_of
 from paceline.services.gateway.planning.media.budget import MemoryBudget, RequestBudget
-from paceline.services.gateway.planning.media.channel import Channel, ChannelError
+from paceline.services.gateway.planning.media.channel import Channel, ChannelError, array_of
 from paceline.services.gateway.planning.media.items import ImageSize
 from paceline.services.gateway.planning.media.pool import DecodePool, DecodeProcess
 from tests.services.gateway.conftest import eventually
@@ -243,7 +242,7 @@ def test_memory_of_a_process_is_limited() -> None:
 
 def may_leave_network() -> bool:
     """Return whether the system allows a new process what a process that decodes asks for."""
-    program = "from paceline.services.gateway.planning.media.confinement import leave_network; print(leave_network())"
+    program = "from paceline.services.gateway.planning.media.decoder import leave_network; print(leave_network())"
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from paceline.services.gateway.http.errors import MediaError
 from paceline.services.gateway.planning.media import video_decoder
-from paceline.services.gateway.planning.media.decoded import BrokenItemError
+from paceline.services.gateway.planning.media.container import BrokenItemError
 from paceline.services.gateway.planning.media.items import FrameSampling
 from paceline.services.gateway.planning.media.video_decoder import sample
 from tests.services.gateway.planning.media.conftest import Decode

@@ -9,6 +9,7 @@ const ROLES = [
   ["prefill", "computes prompts"],
   ["decode", "computes tokens"],
   ["encode", "encodes images, videos and sound"],
+  ["pool", "makes vectors, scores and labels"],
 ];
 const SNAPSHOTS = 6; // rates are over the last ones, because workers report once in a second and not at the same time
 
@@ -142,7 +143,10 @@ function showWorkers(snapshots) {
   if (!workers.length) {
     return [h("p.note", {}, "No worker has joined yet. Workers appear here while they load the model.")];
   }
-  return groups.filter(([role, , own]) => own.length || role !== "encode").map(([role, does, own]) =>
+  // A model that is an encoder of texts has pool workers alone.
+  const generates = workers.some(({ role }) => role === "prefill" || role === "decode") || !workers.some(({ role }) => role === "pool");
+  const isShown = ([role, , own]) => own.length || (generates && (role === "prefill" || role === "decode"));
+  return groups.filter(isShown).map(([role, does, own]) =>
     h("div.scroll", {}, h(`table.role.${role}`, {},
       h("caption", {}, h("h3", {}, role), " ", h("span.note", {}, does)),
       headRow(["Worker", "State", "Running", "#Waiting", "#Tokens", "#Busy"]),
@@ -153,7 +157,8 @@ function showWorkers(snapshots) {
 function workerRow(worker, snapshots) {
   const [seconds, gained] = gains(worker, snapshots);
   const share = worker.max_seqs ? worker.running / worker.max_seqs : 0;
-  const queued = worker.stats.queued_tokens;
+  const queued = worker.stats.queued_tokens ?? worker.stats.pool_waiting_tokens;
+  const tokens = (gained.sampled_tokens ?? 0) + (gained.pooled_tokens ?? 0);
   const accepted = gained.draft_tokens ? percent(gained.accepted_tokens / gained.draft_tokens) : null;
   return h("tr", {},
     h("th.name", { scope: "row" }, worker.id),
@@ -161,7 +166,7 @@ function workerRow(worker, snapshots) {
     h("td", {}, h("span.meter", { "aria-hidden": "true" }, bar("i", share)),
       h("span.mono", {}, `${count(worker.running)}/${count(worker.max_seqs)}`)),
     h("td.number", {}, count(worker.waiting), queued ? h("small", {}, ` ${plural(queued, "token")}`) : null),
-    h("td.number", {}, seconds ? rate(gained.sampled_tokens / seconds, "tok") : "–", accepted && h("small.line", {}, "drafts ", accepted)),
+    h("td.number", {}, seconds ? rate(tokens / seconds, "tok") : "–", accepted && h("small.line", {}, "drafts ", accepted)),
     h("td.number", {}, seconds ? percent(Math.min(1, gained.busy_seconds / seconds)) : "–"));
 }
 

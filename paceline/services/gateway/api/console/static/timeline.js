@@ -30,7 +30,7 @@ export function timeline(main, id) {
 }
 
 function show(trace) {
-  const left = trace.sequences - trace.parts.length;
+  const left = trace.sequences - new Set(trace.parts.map(({ index }) => index)).size; // a bundle may be computed again
   return [
     facts(trace),
     ...trace.parts.map((part) => choice(trace, part)),
@@ -44,16 +44,17 @@ function facts(trace) {
   const sum = (value) => parts.reduce((total, part) => total + value(part), 0);
   const firsts = parts.flatMap((part) => part.attempts.map((attempt) => attempt.first_token_ms)).filter((at) => at != null);
   const tokens = sum((part) => part.end?.generated_tokens ?? 0);
+  const { task, inputs, sampling, temperature } = trace.asked;
   const list = [
     ["State", h("span.state", { "data-state": trace.state }, trace.state)],
     ["Arrived", clock(trace.arrived)],
-    ["First token", duration(firsts.length ? Math.min(...firsts) / 1000 : null)],
+    task ? ["Task", task] : ["First token", duration(firsts.length ? Math.min(...firsts) / 1000 : null)],
     ["Total", duration(trace.ms / 1000)],
-    ["Prompt", count(sum((part) => part.prompt_tokens))],
-    ["Generated", count(tokens)],
+    [task ? "Tokens" : "Prompt", count(sum((part) => part.prompt_tokens))],
+    task ? ["Inputs", count(inputs)] : ["Generated", count(tokens)],
     ["Model", h("code", {}, trace.model)],
     ["Endpoint", h("code", {}, trace.endpoint)],
-    ["Sampling", trace.asked.sampling === "greedy" ? "greedy" : `temperature ${trace.asked.temperature}`],
+    task ? null : ["Sampling", sampling === "greedy" ? "greedy" : `temperature ${temperature}`],
     trace.session_id ? ["Session", trace.session_id] : null,
     trace.asked.structured_output ? ["Structured output", trace.asked.structured_output] : null,
   ];
@@ -62,7 +63,7 @@ function facts(trace) {
 
 function choice(trace, part) {
   const span = Math.max(trace.ms, 0.001);
-  const several = trace.sequences > 1 ? `Choice ${part.index}` : "Timeline";
+  const several = trace.sequences > 1 ? `${trace.asked.task ? "Bundle" : "Choice"} ${part.index}` : "Timeline";
   const end = part.end;
   return h("section", {},
     h("h2", {}, several),
@@ -73,7 +74,7 @@ function choice(trace, part) {
         h("th.axis", { scope: "col" }, h("span.unseen", {}, "What happened"), axis(span)))),
       part.attempts.map((attempt, index) => attemptRows(attempt, index, part.attempts.length, span))),
     end ? h("p.note", {}, `Ended after ${durationText(end.at_ms / 1000)}: ${[end.reason, end.why].filter(Boolean).join(", ")}; `,
-      `${plural(end.generated_tokens, "token")} in ${plural(end.attempts, "attempt")}.`) : null);
+      trace.asked.task ? "" : `${plural(end.generated_tokens, "token")} in `, `${plural(end.attempts, "attempt")}.`) : null);
 }
 
 function axis(span) {

@@ -1,0 +1,1 @@
+"""What caches find of a context again, by policy and by routing."""

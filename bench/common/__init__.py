@@ -1,0 +1,1 @@
+"""What several measurements share: systems under test, services, workloads, rounds in turns."""

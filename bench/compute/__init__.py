@@ -1,0 +1,1 @@
+"""The engine, a forward pass and kernels, without services."""

@@ -1,0 +1,1 @@
+"""Fleets: the planner, the simulator, roll-outs, and stand-ins for workers."""

@@ -1,0 +1,1 @@
+"""The gateway alone, and bodies and media that mean harm."""

@@ -1,0 +1,358 @@
+"""Find the worst body of each route of the API, and measure what it costs other clients if one key repeats it.
+
+    python -m bench.gateway.hostile_bodies --out bodies.json
+
+The stack has a random model and two keys. First, each route gets bodies that are at the limits in one field: the
+longest texts, the most numbers and objects, and the deepest nesting, for fields that /openapi.json names, and
+some of them are sent to all. The body with the largest delay of GET /health, which is the delay of the gateway's event
+loop, counts as the worst one. Then one key sends it from another process as fast as its limits allow, while the other
+key has open streams of tokens and a third client asks for /health. Ratios are to the same streams without an attack.
+The exit code is 1 if a goal is missed: an ITL p99 of at most 1.2 times, and /health within 50 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import http.client
+import json
+import multiprocessing
+import os
+import random
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from bench.common.services import serving
+from bench.common.workloads import Request, Workload
+from bench.serving.load import Outcome, Server, new_file, percentile, summarize, table
+
+Json = dict[str, Any]
+
+KEYS = """
+[others]
+key = "others"
+
+[hostile]
+key = "hostile"
+requests_per_minute = {rate}
+max_concurrent = {connections}
+"""
+MODEL: Mapping[str, Any] = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+}
+"""The random model. Each of its tokens takes some milliseconds."""
+CONNECTIONS = 4
+STREAMS, STREAM_TOKENS = 4, 100
+ITL_GOAL, HEALTH_GOAL = 1.2, 0.05
+"""The largest ratio of ITL p99, and the longest time of GET /health in seconds."""
+PROBE_PAUSE = 0.005
+ANSWER_SECONDS = 120.0
+NICENESS = 5
+
+MIB = 1 << 20
+VALUES, OBJECTS, BYTES = 490_000, 49_000, 31 * MIB
+"""A little less than the gateway accepts by default."""
+
+Make = Callable[[], object]
+
+SIZES: Mapping[str, tuple[str, Make]] = {
+    "one long text": ("string", lambda: "a" * BYTES),
+    "words": ("string", lambda: "to be or " * (4 * MIB // 9)),
+    "escapes": ("string", lambda: "\u00e9\n" * (2 * MIB)),
+    "numbers": ("array", lambda: [1] * VALUES),
+    "lists of numbers": ("array", lambda: [[1] * 100] * (VALUES // 101)),
+    "empty objects": ("array", lambda: [{}] * OBJECTS),
+    "texts": ("array", lambda: ["a"] * VALUES),
+    "keys": ("object", lambda: {str(number): 1 for number in range(VALUES // 5)}),
+    "nested lists": ("array", lambda: _nested(800)),
+    "nested objects": ("object", lambda: {"a": _nested(800)}),
+    "long numbers": ("array", lambda: [int("9" * 4000)] * 7000),
+}
+"""Values at the limits, with their types in JSON schemas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """A body for a route."""
+
+    path: str
+    what: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The costs of a body."""
+
+    path: str
+    what: str
+    status: str
+    seconds: float
+    """Time to its answer when it is sent alone."""
+    loop_delay: float
+    """Longest time of GET /health meanwhile, in seconds."""
+    itl_ratio: float = 0.0
+    """ITL p99 of others while it is sent again and again, relative to a quiet time."""
+    health_p99: float = 0.0
+    """99th percentile of GET /health while it is sent again and again, in seconds."""
+    sent: int = 0
+
+    @property
+    def meets_goal(self) -> bool:
+        return self.itl_ratio <= ITL_GOAL and self.health_p99 <= HEALTH_GOAL
+
+
+def _nested(depth: int) -> object:
+    value: object = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def bodies(openapi: Json, rng: random.Random, most: int) -> Iterator[Attack]:
+    """Yield at most `most` bodies for each route that takes JSON."""
+    for path, methods in openapi["paths"].items():
+        content = methods.get("post", {}).get("requestBody", {}).get("content", {})
+        if "application/json" not in content:
+            continue
+        made: list[tuple[str, Json, str, Make]] = []
+        for form in _forms(content["application/json"]["schema"], openapi):
+            base = _least(form, openapi)
+            for name, field in form.get("properties", {}).items():
+                made += [(f"{name}: {what}", base, name, make) for what, make in _largest(field, openapi)]
+            made += [(f"unknown: {what}", base, "x", make) for what, (_, make) in SIZES.items()]
+        for what, base, name, make in rng.sample(made, min(most, len(made))):
+            body = json.dumps({**base, name: make()}).encode()
+            if len(body) <= 32 * MIB:
+                yield Attack(re.sub("{.*?}", "x", path), what, body)
+
+
+def _forms(schema: Json, openapi: Json) -> Iterator[Json]:
+    """Yield the forms that a value may have."""
+    if "$ref" in schema:
+        yield from _forms(openapi["components"]["schemas"][schema["$ref"].rpartition("/")[2]], openapi)
+    elif found := schema.get("anyOf") or schema.get("oneOf"):
+        for each in found:
+            yield from _forms(each, openapi)
+    else:
+        yield schema
+
+
+def _least(schema: Json, openapi: Json) -> Any:
+    """Return a small value that fits a schema."""
+    form = next(_forms(schema, openapi))
+    if "const" in form or "enum" in form:
+        return form.get("const", form.get("enum", [None])[0])
+    match form.get("type"):
+        case "object":
+            required = form.get("required", ())
+            return {name: _least(form["properties"][name], openapi) for name in required if name in form["properties"]}
+        case "array":
+            return [_least(form["items"], openapi)] if form.get("items") else []
+        case "string":
+            return "user"
+        case "boolean":
+            return True
+        case "integer" | "number":
+            return form.get("minimum", 1)
+    return "user"
+
+
+def _largest(schema: Json, openapi: Json) -> Iterator[tuple[str, Make]]:
+    """Yield values at the limits that have a type that a schema allows."""
+    for form in _forms(schema, openapi):
+        kind = form.get("type", "object")
+        yield from ((what, make) for what, (own, make) in SIZES.items() if own == kind)
+        if isinstance(items := form.get("items"), dict):
+            for each in _forms(items, openapi):
+                least = _least(each, openapi)
+                text = json.dumps(least)
+                cost = text.count("{") + text.count("[")
+                for most in (1000, 9999, OBJECTS // cost if cost else VALUES):
+                    yield f"{most} times {text[:40]}", lambda least=least, most=most: [least] * most
+
+
+def attack(url: str, body: Attack, seconds: float, connections: int = CONNECTIONS) -> Counter[str]:
+    """Send a body again and again. Runs in a process of its own. Returns the number of answers by status.
+
+    Args:
+        seconds: 0 sends it once.
+    """
+    if os.nice(0) < NICENESS:
+        os.nice(NICENESS)
+    counts: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    place = urlsplit(url)
+    assert place.hostname is not None
+
+    def send() -> None:
+        while True:
+            connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=ANSWER_SECONDS)
+            pause = 0.0
+            try:
+                headers = {"Content-Type": "application/json", "Authorization": "Bearer hostile"}
+                connection.request("POST", body.path, body.body, headers)
+                answer = connection.getresponse()
+                counts[str(answer.status)] += 1
+                answer.read()
+                pause = float(answer.getheader("Retry-After") or 0)
+            except OSError as error:
+                counts[type(error).__name__] += 1
+            finally:
+                connection.close()
+            if time.monotonic() >= end:
+                return
+            time.sleep(min(pause, max(0.0, end - time.monotonic())))
+
+    threads = [threading.Thread(target=send) for _ in range(connections if seconds else 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return counts
+
+
+class Measurement:
+    """A running stack, its streams and its attacker."""
+
+    def __init__(self, url: str, attackers: concurrent.futures.Executor, server: Server) -> None:
+        self._url = url
+        self._attackers = attackers
+        self._server = server
+        self._rng = random.Random(1)
+
+    async def alone(self, body: Attack) -> Cost:
+        """Send a body once, and ask for /health meanwhile."""
+        begun = time.perf_counter()
+        job = self._attackers.submit(attack, self._url, body, 0)
+        times = await self._health(job.done)
+        status = ", ".join(job.result())
+        return Cost(body.path, body.what, status, time.perf_counter() - begun, max(times))
+
+    async def again(self, body: Attack, cost: Cost, seconds: float, quiet: float) -> Cost:
+        """Send a body for some seconds beside streams."""
+        job = self._attackers.submit(attack, self._url, body, seconds)
+        times, itl = await asyncio.gather(self._health(job.done), self.streams(job.done))
+        figures = {"itl_ratio": itl / quiet, "health_p99": percentile(times, 99), "sent": job.result().total()}
+        return Cost(**{**asdict(cost), **figures})
+
+    async def streams(self, is_over: Callable[[], bool]) -> float:
+        """Return the ITL p99 of streams that run until `is_over` returns True."""
+        outcomes: list[Outcome] = []
+        while not outcomes or not is_over():
+            prompts = [tuple(self._rng.choices(range(200), k=16)) for _ in range(STREAMS)]
+            requests = tuple(Request(prompt, STREAM_TOKENS) for prompt in prompts)
+            outcomes += await self._server.run(Workload("beside", requests, STREAMS))
+        if failed := [each.error for each in outcomes if each.error]:
+            raise RuntimeError(f"a stream of another key failed: {failed[0]}")
+        return summarize(outcomes)["all"]["itl_ms_p99"]
+
+    async def _health(self, is_over: Callable[[], bool]) -> list[float]:
+        times: list[float] = []
+        place = urlsplit(self._url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        while not times or not is_over():
+            begun = time.perf_counter()
+            writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            times.append(time.perf_counter() - begun)
+            await asyncio.sleep(PROBE_PAUSE)
+        writer.close()
+        return times
+
+
+async def measure(url: str, options: argparse.Namespace) -> list[Cost]:
+    """Return the cost of the worst body of each route."""
+    context = multiprocessing.get_context("spawn")
+    worst: dict[str, tuple[Cost, Attack]] = {}
+    with concurrent.futures.ProcessPoolExecutor(1, context) as attackers:
+        async with Server(url, api_key="others") as server:
+            async with httpx.AsyncClient(base_url=url, timeout=ANSWER_SECONDS) as client:
+                openapi = (await client.get("/openapi.json")).json()
+            if options.only:
+                openapi["paths"] = {path: openapi["paths"][path] for path in options.only}
+            stack = Measurement(url, attackers, server)
+            for body in bodies(openapi, random.Random(options.seed), options.bodies):
+                cost = await stack.alone(body)
+                told = f"{cost.status}, {cost.seconds:.2f} s, {1000 * cost.loop_delay:.0f} ms"
+                print(f"{body.path} {body.what}: {told}", flush=True)
+                if body.path not in worst or cost.loop_delay > worst[body.path][0].loop_delay:
+                    worst[body.path] = cost, body
+            found = []
+            for cost, body in worst.values():
+                end = time.monotonic() + options.seconds
+                quiet = await stack.streams(lambda end=end: time.monotonic() > end)
+                found.append(await stack.again(body, cost, options.seconds, quiet))
+    return found
+
+
+def report(costs: list[Cost]) -> None:
+    """Print a table in Markdown."""
+    head = ["route", "worst body", "status", "time, ms", "loop delay, ms", "sent", "ITL p99 ratio", "/health p99, ms"]
+    rows = [
+        [
+            each.path,
+            each.what,
+            each.status,
+            f"{1000 * each.seconds:.0f}",
+            f"{1000 * each.loop_delay:.0f}",
+            str(each.sent),
+            f"{each.itl_ratio:.2f}",
+            f"{1000 * each.health_p99:.0f}",
+        ]
+        for each in costs
+    ]
+    print(table(head, rows))
+    if missed := [each.path for each in costs if not each.meets_goal]:
+        print(f"{len(missed)} of {len(costs)} routes miss a goal: {', '.join(missed)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway.hostile_bodies", description=__doc__.splitlines()[0])
+    parser.add_argument("--bodies", type=int, default=60, help="bodies that are tried for each route [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of each attack [%(default)s]")
+    parser.add_argument("--rate", type=int, default=600, help="requests per minute of the hostile key [%(default)s]")
+    parser.add_argument("--only", action="append", metavar="PATH", help="a route to measure [all]")
+    parser.add_argument("--no-goal", action="store_true", help="end with 0 even if a goal is missed")
+    parser.add_argument("--seed", type=int, default=1, help="seed of everything that is random [%(default)s]")
+    parser.add_argument("--out", type=new_file, help="JSON file for all figures")
+    options = parser.parse_args()
+    # Imported here, because the attacking process, which imports this module, needs no torch.
+    from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
+    from tests.tiny_checkpoints import write_tiny
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_toy_model(Path(folder, "model"))
+        write_tiny(model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, **MODEL)
+        keys = Path(folder, "keys.toml")
+        keys.touch(0o600)
+        keys.write_text(KEYS.format(rate=options.rate, connections=CONNECTIONS))
+        gateway = (f"--api-keys-file={keys}", "--kv-memory=256MiB", f"--store={folder}/store.db")
+        with serving(Path(folder, "log"), str(model), *gateway) as (_, url):
+            costs = asyncio.run(measure(url, options))
+    report(costs)
+    if options.out:
+        options.out.write_text(json.dumps([asdict(each) for each in costs], indent=1) + "\n")
+    return 0 if options.no_goal or all(each.meets_goal for each in costs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""A running server under the load of its clients."""

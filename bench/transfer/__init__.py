@@ -1,0 +1,1 @@
+"""The way of blocks between processes, hosts and tiers."""
