@@ -1,4 +1,4 @@
-"""The options by which a model that only generates also makes vectors: --convert and --pooler-config."""
+"""The options by which a model that only generates also makes vectors or scores: --convert and --pooler-config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from paceline.core.errors import ConfigError
 from paceline.core.pooling_config import Pooling
 
-Convert: TypeAlias = Literal["auto", "embed"]
+Convert: TypeAlias = Literal["auto", "embed", "score"]
 
 _EXAMPLE = '{"pooling_type": "LAST", "normalize": true}'
 _TYPES: dict[str, Pooling] = {"LAST": "last", "MEAN": "mean", "CLS": "cls"}
@@ -22,10 +22,11 @@ class _Options(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolingChoice:
-    """How a model without files about pooling makes vectors, as an operator says."""
+    """How a model without files about pooling makes vectors or scores, as an operator says."""
 
     pooling: Pooling = "last"
     normalize: bool = True
+    task: Literal["embed", "score"] = "embed"
 
 
 def pooling_choice(config: _Options) -> PoolingChoice | None:
@@ -35,6 +36,10 @@ def pooling_choice(config: _Options) -> PoolingChoice | None:
         if text:
             raise ConfigError("--pooler-config needs --convert embed; without it, the checkpoint says how it pools")
         return None
+    if config.convert == "score":
+        if text:
+            raise ConfigError("--pooler-config says how vectors are made; leave it out with --convert score")
+        return PoolingChoice(task="score")
     try:
         values: Any = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InvalidRequestError
-from paceline.core.pooling import PoolTask
+from paceline.core.pooling import PoolRole, PoolTask
 
 Pooling: TypeAlias = Literal["cls", "mean", "last", "max", "mean_sqrt_len", "weightedmean"]
 """A way to make one vector of the hidden states of an input.
@@ -26,13 +26,16 @@ class DenseModule:
     """A linear layer over vectors, whose weights are in a folder of their own."""
 
     folder: str
-    """Folder inside the model's folder."""
+    """Folder inside the model's folder; "" if the weights are among the model's own."""
     size_in: int
     size_out: int
-    bias: bool
+    bias: bool | None
+    """Whether the layer has a bias; None if the weights say so."""
     activation: HeadActivation
     residual: bool
     """Whether the input is added to the result; through a matrix without bias if the sizes differ."""
+    name: str = "linear"
+    """Name of the layer's tensors, without `.weight`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,28 @@ class NormalizeModule:
 
 
 HeadModule: TypeAlias = DenseModule | NormModule | NormalizeModule
+
+
+@dataclass(frozen=True, slots=True)
+class QueryExpansion:
+    """Tokens that follow a query up to a length. Each has a vector, by which the model adds words to the query."""
+
+    token_id: int
+    length: int
+    """Number of tokens of a query that has these tokens."""
+    attends: bool
+    """Whether other tokens attend to them."""
+    is_limit: bool
+    """Whether queries may have no more tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpladeHead:
+    """How weights of words are made of the logits of tokens: the sum or the largest of log(1 + relu(logit))."""
+
+    pooling: Literal["max", "sum"]
+    logs: int
+    """Number of logarithms: 1, or 2 for log(1 + log(1 + relu(logit)))."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +102,30 @@ class PoolingConfig:
     token_modules: tuple[HeadModule, ...] = ()
     """What follows for vectors of tokens, in order."""
     kept_ids: frozenset[int] = frozenset()
-    """If not empty: the only token ids whose vectors a document has, such as those of an image's parts."""
+    """If not empty: the only token ids whose vectors a document has, such as those of an image's parts. Of labels of
+    tokens, the only ids whose labels an input has.
+    """
+    skipped_ids: frozenset[int] = frozenset()
+    """Token ids that have no vectors, such as those of punctuation."""
+    skipping_roles: frozenset[PoolRole] = frozenset({"document"})
+    """The inputs to which `skipped_ids` applies."""
+    expansion: QueryExpansion | None = None
+    marker_ids: Mapping[PoolRole, int] = field(default_factory=dict)
+    """The token that says what an input is. It stands after the first special token."""
+    lengths: Mapping[PoolRole, int] = field(default_factory=dict)
+    """Largest numbers of tokens of queries and of documents, if they are smaller than `max_tokens`."""
+    query_suffix: str = ""
+    """Text to put after each query."""
+    image_prompt: str = ""
+    """The prompt for an image alone, with the model's marker in the image's place; "" if it is the chat template's."""
+    is_static: bool = False
+    """Whether hidden states are rows of a table."""
+    special_tokens: bool = True
+    """Whether the tokenizer may add its special tokens to texts."""
+    dropped_ids: frozenset[int] = frozenset()
+    """Token ids of texts that the model does not get."""
+    splade: SpladeHead | None = None
+    """How a model whose logits are weights of words makes sparse vectors; None if it does not."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Texts to put before an input, by name."""
     default_prompt_name: str | None = None
@@ -106,6 +154,10 @@ class PoolingConfig:
     def normalizes(self) -> bool:
         """Whether embeddings have the length 1."""
         return any(isinstance(module, NormalizeModule) for module in self.modules)
+
+    def limit(self, role: PoolRole | None) -> int:
+        """Return the largest number of tokens of an input, special tokens included."""
+        return min(self.max_tokens, self.lengths.get(role or "document", self.max_tokens))
 
     def check_dimensions(self, dimensions: int, place: str = "dimensions") -> None:
         """Raise InvalidRequestError if embeddings cannot be cut to this length.

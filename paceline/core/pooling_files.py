@@ -15,14 +15,16 @@ TEXT_FILES = (
     *("sentence_camembert_config.json", "sentence_albert_config.json", "sentence_xlm-roberta_config.json"),
 )
 """Names under which the settings of the first module are kept."""
+COLBERT_FILE = "artifact.metadata"
+"""The settings of models of Stanford's ColBERT."""
 BGE_M3_FILES = ("sparse_linear.pt", "colbert_linear.pt")
 """The further heads of bge-m3, beside its weights."""
-_PACKAGE = "sentence_transformers."
+_PACKAGES = ("sentence_transformers.", "pylate.models.Dense.")
 
 
 def settings_files(folder: Path) -> list[str]:
     """Return the names of the small files that say how to pool, without weights, in order."""
-    names = [name for name in (MODULES_FILE, SETTINGS_FILE, *TEXT_FILES) if (folder / name).is_file()]
+    names = [name for name in (MODULES_FILE, SETTINGS_FILE, COLBERT_FILE, *TEXT_FILES) if (folder / name).is_file()]
     if MODULES_FILE in names:
         configs = [f"{name}/config.json" for _, name in listed_modules(folder) if name not in ("", ".")]
         names += [name for name in configs if (folder / name).is_file()]
@@ -55,7 +57,7 @@ def listed_modules(folder: Path) -> list[tuple[str, str]]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise ModelError(f"cannot read {path}: {error}") from error
     for kind, name in found:
-        if not kind.startswith(_PACKAGE):
+        if not kind.startswith(_PACKAGES):
             raise ModelError(f"{path} lists the module {kind}, which is code of its own that Paceline does not run")
         # The list comes from others, and must not make us open files of other folders.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:

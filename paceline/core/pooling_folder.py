@@ -10,27 +10,31 @@ from paceline.core.errors import ConfigError, ModelError
 from paceline.core.model_folder import read_object
 from paceline.core.pooling import PoolTask
 from paceline.core.pooling_choice import PoolingChoice
-from paceline.core.pooling_config import HeadModule, NormalizeModule, Pooling, PoolingConfig, ScoreActivation
+from paceline.core.pooling_colbert import STANFORD, read_colbert
+from paceline.core.pooling_config import HeadModule, NormalizeModule, Pooling, PoolingConfig
+from paceline.core.pooling_facts import (
+    ENCODER_TYPES,
+    STATIC,
+    hidden_size,
+    is_bidirectional,
+    matryoshka,
+    max_tokens,
+    prompts,
+    special_ids,
+)
 from paceline.core.pooling_files import BGE_M3_FILES, MODULES_FILE, SETTINGS_FILE, TEXT_FILES
+from paceline.core.pooling_labels import label_activation, named_activation, read_labels, whole
 from paceline.core.pooling_modules import Modules, read_modules
+from paceline.core.pooling_retrievers import RETRIEVERS, read_retriever
+from paceline.core.tokenizer_files import TOKENIZER_FILE, token_ids
 
-ENCODER_TYPES = {
-    "bert": 0,
-    "roberta": 1,
-    "xlm-roberta": 1,
-    "camembert": 1,
-    "modernbert": 0,
-    "nomic_bert": 0,
-    "gte": 0,
-    "new": 0,
-}
-"""The model types of encoders, and whether positions begin after the id of the padding token."""
-_MOST = 1 << 40
 _SEQUENCE, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 _REWARD, _STEPS = "ForRewardModel", "ForProcessRewardModel"
 """Ends of the names of decoders with a head for the reward of a whole text, or of each step in it. A step's reward is
 that of the token after it, which marks its end.
 """
+_STEP_TAG = "<extra_0>"
+"""The token that marks the end of a step."""
 
 
 def read_pooling_config(folder: Path, choice: PoolingChoice | None = None) -> PoolingConfig | None:
@@ -47,48 +51,109 @@ def read_pooling_config(folder: Path, choice: PoolingChoice | None = None) -> Po
     names = raw.get("architectures") or [""]
     architecture = str(names[0]) if isinstance(names, list) and names else ""
     is_encoder = str(raw.get("model_type")) in ENCODER_TYPES
-    has_head = architecture.endswith((_SEQUENCE, _TOKENS, _REWARD, _STEPS))
     modules = read_modules(folder) if (folder / MODULES_FILE).is_file() else None
-    if choice is not None and (modules is not None or has_head or is_encoder):
-        raise ConfigError(f"--convert embed: {folder} says itself how it pools, so leave the option out")
-    if modules is None and not has_head and choice is None:
+    is_own = architecture == STANFORD or architecture in RETRIEVERS or raw.get("model_type") == STATIC
+    # Checkpoints that were converted to a head for labels may keep the field.
+    is_causal = architecture.endswith("ForCausalLM") or bool(raw.get("is_original_qwen3_reranker"))
+    answers = _CLASSIFIER in raw and is_causal and modules is None
+    has_head = architecture.endswith((_SEQUENCE, _TOKENS, _REWARD, _STEPS)) or answers
+    if choice is not None and (modules is not None or has_head or is_encoder or is_own):
+        raise ConfigError(f"--convert {choice.task}: {folder} says itself how it pools, so leave the option out")
+    if modules is None and not has_head and not is_own and choice is None:
         if is_encoder:
             raise ModelError(
                 f"{folder} lacks {MODULES_FILE}, which says how an encoder's hidden states become a vector (the mean, "
                 "the first token); take the model from sentence-transformers, or add the file"
             )
         return None
-    settings, text = read_object(folder / SETTINGS_FILE), _text_settings(folder)
     try:
-        hidden = _hidden_size(raw)
-        shared = {
-            "architecture": architecture,
-            "is_encoder": is_encoder,
-            "hidden_size": hidden,
-            "max_tokens": _max_tokens(raw, text, read_object(folder / "tokenizer_config.json")),
-            "attention": "full" if is_encoder or _is_bidirectional(raw) else "causal",
-            "prompts": _prompts(settings),
-            "default_prompt_name": settings.get("default_prompt_name"),
-            "lower_case": bool(text.get("do_lower_case", False)),
-        }
+        shared = _shared(folder, raw, architecture, is_encoder)
+        if answers or (choice is not None and choice.task == "score"):
+            return _with_answers(folder, raw, shared)
         if has_head:
-            return _with_labels(raw, architecture, shared)
+            return _with_labels(folder, raw, architecture, shared)
         if choice is not None:
             return _with_choice(choice, shared)
-        assert modules is not None
-        return _with_modules(folder, raw, modules, settings, shared)
+        if architecture in RETRIEVERS:
+            return _with_images(folder, raw, architecture, shared)
+        is_static = raw.get("model_type") == STATIC
+        own = modules or Modules(pooling=("mean",) if is_static else (), is_static=is_static)
+        return _with_modules(folder, raw, own, shared)
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from None
 
 
-def _with_labels(raw: Mapping[str, Any], architecture: str, shared: Mapping[str, Any]) -> PoolingConfig:
+_CLASSIFIER = "classifier_from_token"
+"""Field of config.json with the tokens for no and yes, whose logits make the score of a causal model."""
+
+
+def _shared(folder: Path, raw: Mapping[str, Any], architecture: str, is_encoder: bool) -> dict[str, Any]:
+    """Return the fields that all kinds of models have."""
+    settings, text = read_object(folder / SETTINGS_FILE), _text_settings(folder)
+    is_full = is_encoder or is_bidirectional(raw, architecture)
+    return {
+        "architecture": architecture,
+        "is_encoder": is_encoder,
+        "hidden_size": hidden_size(raw),
+        "max_tokens": max_tokens(raw, text, read_object(folder / "tokenizer_config.json")),
+        "attention": "full" if is_full else "causal",
+        "prompts": prompts(settings),
+        "default_prompt_name": settings.get("default_prompt_name"),
+        "lower_case": bool(text.get("do_lower_case", False)),
+    }
+
+
+def _with_answers(folder: Path, raw: Mapping[str, Any], shared: Mapping[str, Any]) -> PoolingConfig:
+    """Return the config of a causal model whose score is the logit of yes, less that of no."""
+    named = raw.get(_CLASSIFIER, ["no", "yes"])
+    if not isinstance(named, list) or len(named) != 2 or not all(isinstance(each, str) for each in named):
+        raise ModelError(f"{_CLASSIFIER} must be the tokens for no and yes, not {named!r:.80}")
+    known = token_ids(folder, named)
+    if missing := [each for each in named if each not in known]:
+        raise ModelError(f"the tokenizer has no token {missing[0]!r:.80}, from whose logit the score is computed")
+    ids = known[named[1]], known[named[0]]
+    tasks: frozenset[PoolTask] = frozenset({"score"})
+    return PoolingConfig(
+        **shared,
+        tasks=tasks,
+        generates=shared["attention"] == "causal" and _CLASSIFIER not in raw,
+        dim=1,
+        pooling=("last",),
+        score_tokens=ids,
+        activation="sigmoid",
+    )
+
+
+def _with_images(folder: Path, raw: Mapping[str, Any], architecture: str, shared: Mapping[str, Any]) -> PoolingConfig:
+    """Return the config of a model that retrieves pages by their images."""
+    own = read_retriever(folder, raw, architecture, shared["hidden_size"])
+    tasks: frozenset[PoolTask] = frozenset({"token_embed"})
+    return PoolingConfig(
+        **{**shared, "prompts": {**own.prompts, **shared["prompts"]}},
+        tasks=tasks,
+        dim=_size_after(own.modules, shared["hidden_size"]),
+        token_modules=own.modules,
+        query_suffix=own.query_suffix,
+        image_prompt=own.image_prompt,
+        special_tokens=own.special_tokens,
+        similarity="maxsim",
+    )
+
+
+def _with_labels(folder: Path, raw: Mapping[str, Any], architecture: str, shared: Mapping[str, Any]) -> PoolingConfig:
     """Return the config of a model whose head gives a number for each label."""
     if architecture.endswith(_REWARD):
         raw = {"num_labels": 1, "problem_type": "regression", **raw}
-    labels = _labels(raw)
+    labels = read_labels(raw)
     if architecture.endswith((_TOKENS, _STEPS)):
+        steps = token_ids(folder, (_STEP_TAG,)) if architecture.endswith(_STEPS) else {}
         return PoolingConfig(
-            **shared, tasks=frozenset({"token_classify"}), dim=len(labels), labels=labels, activation="softmax"
+            **shared,
+            tasks=frozenset({"token_classify"}),
+            dim=len(labels),
+            labels=labels,
+            activation="softmax",
+            kept_ids=frozenset(steps.values()),
         )
     tasks: set[PoolTask] = {"classify", "score"} if len(labels) == 1 else {"classify"}
     named = raw.get("classifier_pooling")
@@ -101,7 +166,7 @@ def _with_labels(raw: Mapping[str, Any], architecture: str, shared: Mapping[str,
         dim=len(labels),
         pooling=(pooled,),
         labels=labels,
-        activation=_activation(raw, len(labels)),
+        activation=label_activation(raw, len(labels)),
     )
 
 
@@ -117,36 +182,81 @@ def _with_choice(choice: PoolingChoice, shared: Mapping[str, Any]) -> PoolingCon
     )
 
 
-def _with_modules(
-    folder: Path, raw: Mapping[str, Any], modules: Modules, settings: Mapping[str, Any], shared: Mapping[str, Any]
-) -> PoolingConfig:
-    """Return the config of a model of sentence-transformers."""
-    hidden = shared["hidden_size"]
+def _with_modules(folder: Path, raw: Mapping[str, Any], modules: Modules, shared: Mapping[str, Any]) -> PoolingConfig:
+    """Return the config of a model of sentence-transformers, PyLate, ColBERT or model2vec."""
+    settings, hidden = read_object(folder / SETTINGS_FILE), shared["hidden_size"]
+    tasks: frozenset[PoolTask]
     if modules.score_tokens is not None:
-        tasks: frozenset[PoolTask] = frozenset({"score"})
+        tasks = frozenset({"score"})
         return PoolingConfig(**shared, tasks=tasks, dim=1, pooling=("last",), score_tokens=modules.score_tokens,
-                             activation=_named_activation(settings.get("activation_fn")) or "sigmoid")  # fmt: skip
+                             activation=named_activation(settings.get("activation_fn")) or "sigmoid")  # fmt: skip
+    if modules.splade is not None:
+        tasks, size = frozenset({"sparse"}), whole(raw.get("vocab_size"), "vocab_size")
+        return PoolingConfig(**shared, tasks=tasks, dim=size, splade=modules.splade,
+                             similarity=_similarity(settings, "dot"))  # fmt: skip
     if not modules.pooling:
-        size = _size_after(modules.after, hidden)
-        return PoolingConfig(**shared, tasks=frozenset({"token_embed"}), dim=size, token_modules=modules.after,
-                             kept_ids=modules.kept_ids, similarity=_similarity(settings, "maxsim"))  # fmt: skip
-    tasks = frozenset({"embed", "token_embed"})
+        return _with_tokens(folder, raw, modules, settings, shared)
+    is_static = raw.get("model_type") == STATIC
+    if is_static != modules.is_static:
+        raise ModelError(f"{MODULES_FILE} and the model_type of config.json disagree on whether the model is a table")
+    tasks = frozenset({"embed"} if is_static else {"embed", "token_embed"})
     dense = all((folder / name).is_file() for name in BGE_M3_FILES)
     if dense:
         tasks |= {"sparse"}
+    after = modules.after
+    if is_static and not (folder / MODULES_FILE).is_file() and raw.get("normalize", True):
+        after = (NormalizeModule(),)
     return PoolingConfig(
         **shared,
         tasks=tasks,
-        dim=_size_after(modules.after, hidden * len(modules.pooling)),
+        dim=_size_after(after, hidden * len(modules.pooling)),
         pooling=modules.pooling,
         include_prompt=modules.include_prompt,
-        modules=modules.after,
+        modules=after,
         similarity=_similarity(settings, "cosine"),
-        matryoshka_dimensions=_matryoshka(raw, settings),
+        matryoshka_dimensions=matryoshka(raw, settings),
         any_dimensions=bool(raw.get("is_matryoshka")),
+        is_static=is_static,
+        special_tokens=not is_static,
+        dropped_ids=_unknown_ids(folder) if is_static and not (folder / MODULES_FILE).is_file() else frozenset(),
         dense_tokens=dense,
         keeps_first_token=not dense,
-        unweighted_ids=_special_ids(raw) if dense else frozenset(),
+        unweighted_ids=special_ids(raw) if dense else frozenset(),
+    )
+
+
+def _unknown_ids(folder: Path) -> frozenset[int]:
+    """Return the id of the token for unknown words, which model2vec leaves out, unlike sentence-transformers."""
+    unknown = (read_object(folder / TOKENIZER_FILE).get("model") or {}).get("unk_token")
+    return frozenset(token_ids(folder, (unknown,)).values()) if isinstance(unknown, str) else frozenset()
+
+
+def _with_tokens(
+    folder: Path, raw: Mapping[str, Any], modules: Modules, settings: Mapping[str, Any], shared: Mapping[str, Any]
+) -> PoolingConfig:
+    """Return the config of a model that only gives vectors of tokens."""
+    own = read_colbert(folder, raw, settings, _text_settings(folder))
+    after = (*modules.after, *own.modules)
+    tasks: frozenset[PoolTask] = frozenset({"token_embed"})
+    expansion, lengths = own.expansion, dict(own.lengths)
+    if expansion is not None and expansion.length > shared["max_tokens"]:
+        raise ModelError(
+            f"queries are expanded to {expansion.length} tokens, and the model takes {shared['max_tokens']}"
+        )
+    if expansion is not None and expansion.is_limit:
+        lengths["query"] = expansion.length
+    return PoolingConfig(
+        **{**shared, "prompts": {**shared["prompts"], **own.prompts}},
+        tasks=tasks,
+        dim=_size_after(after, shared["hidden_size"]),
+        token_modules=after,
+        kept_ids=modules.kept_ids,
+        skipped_ids=modules.skipped_ids if own.skipped_ids is None else own.skipped_ids,
+        skipping_roles=modules.skipping_roles,
+        expansion=expansion,
+        marker_ids=own.marker_ids,
+        lengths=lengths,
+        similarity=_similarity(settings, "maxsim"),
     )
 
 
@@ -160,117 +270,10 @@ def _size_after(modules: Sequence[HeadModule], size: int) -> int:
     return size
 
 
-def _hidden_size(raw: Mapping[str, Any]) -> int:
-    nested = raw.get("text_config")
-    own = raw if not isinstance(nested, Mapping) else {**raw, **nested}
-    return _whole(own.get("hidden_size", own.get("n_embd")), "hidden_size")
-
-
-def _max_tokens(raw: Mapping[str, Any], text: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> int:
-    """Return the largest number of tokens: the least of what the model, its tokenizer and its authors allow."""
-    nested = raw.get("text_config")
-    own = raw if not isinstance(nested, Mapping) else {**raw, **nested}
-    most = own.get("max_position_embeddings", own.get("n_positions"))
-    limits = [_MOST]
-    if most is not None:
-        skipped = 0
-        if ENCODER_TYPES.get(str(raw.get("model_type"))):
-            skipped = _index(own.get("pad_token_id", 1), "pad_token_id") + 1
-        limits.append(_whole(most, "max_position_embeddings") - skipped)
-    for value in (text.get("max_seq_length"), tokenizer.get("model_max_length")):
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _MOST:
-            limits.append(int(value))  # tokenizers without a limit have a very large number
-    least = min(limits)
-    if least < 1 or least == _MOST:
-        raise ModelError("no file says how many tokens an input may have (max_position_embeddings)")
-    return least
-
-
-def _is_bidirectional(raw: Mapping[str, Any]) -> bool:
-    nested = raw.get("text_config")
-    own = raw if not isinstance(nested, Mapping) else {**raw, **nested}
-    return own.get("use_bidirectional_attention") in (True, "all") or own.get("is_causal") is False
-
-
-def _prompts(settings: Mapping[str, Any]) -> Mapping[str, str]:
-    prompts = settings.get("prompts") or {}
-    if not isinstance(prompts, Mapping):
-        raise ModelError(f"{SETTINGS_FILE}: prompts must be an object")
-    return {str(name): "" if text is None else str(text) for name, text in prompts.items()}
-
-
 def _similarity(settings: Mapping[str, Any], default: str) -> str:
     return str(settings.get("similarity_fn_name") or default)
 
 
-def _matryoshka(raw: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[int, ...]:
-    found = raw.get("matryoshka_dimensions") or settings.get("matryoshka_dimensions") or []
-    if not isinstance(found, list):
-        raise ModelError("matryoshka_dimensions must be a list of whole numbers")
-    return tuple(sorted({_whole(size, "matryoshka_dimensions") for size in found}))
-
-
-def _labels(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of labels in order. Without any, there are two, as in transformers."""
-    names = raw.get("id2label")
-    if isinstance(names, Mapping) and names:
-        try:
-            return tuple(str(names[key]) for key in sorted(names, key=int))
-        except ValueError:
-            raise ModelError("the keys of id2label must be whole numbers") from None
-    count = _whole(raw.get("num_labels", 2), "num_labels")
-    return tuple(f"LABEL_{index}" for index in range(count))
-
-
-def _activation(raw: Mapping[str, Any], labels: int) -> ScoreActivation:
-    """Return what makes probabilities of a sequence's labels."""
-    by_problem: Mapping[str, ScoreActivation] = {
-        "regression": "none",
-        "single_label_classification": "softmax",
-        "multi_label_classification": "sigmoid",
-    }
-    problem = str(raw.get("problem_type"))
-    if problem in by_problem:
-        return by_problem[problem]
-    own = raw.get("sentence_transformers")
-    name = own.get("activation_fn") if isinstance(own, Mapping) else None
-    named = _named_activation(name or raw.get("sbert_ce_default_activation_function"))
-    return named or ("sigmoid" if labels == 1 else "softmax")
-
-
-def _named_activation(name: object) -> ScoreActivation | None:
-    """Return the activation that a class of torch names; None if there is no name."""
-    known: Mapping[str, ScoreActivation] = {"Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "none"}
-    if name is None:
-        return None
-    if not str(name).startswith("torch.") or (last := str(name).rpartition(".")[2]) not in known:
-        raise ModelError(
-            f"the activation {name!r:.80} of the scores is not supported; supported are: {', '.join(known)}"
-        )
-    return known[last]
-
-
-def _special_ids(raw: Mapping[str, Any]) -> frozenset[int]:
-    """Return the ids of special tokens without a sparse weight: the ends of a text, padding and unknown tokens."""
-    named = [raw.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")]
-    # XLM-R's unknown token is always 3; its config does not say so.
-    return frozenset(3 if each is None else _index(each, "token ids") for each in (*named, 3))
-
-
 def _text_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of the first module. Raises ModelError if they change texts in a way that is not known."""
-    found = next((found for name in TEXT_FILES if (found := read_object(folder / name))), {})
-    for name in ("query_expansion", "query_length", "document_length"):
-        if found.get(name) is not None:
-            raise ModelError(f"{folder}: {name} of sentence-transformers is not supported")
-    return found
-
-
-def _whole(value: object, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MOST:
-        raise ModelError(f"{name} must be a positive whole number, not {value!r:.80}")
-    return value
-
-
-def _index(value: object, name: str) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else _whole(value, name)
+    """Return the settings of the first module."""
+    return next((found for name in TEXT_FILES if (found := read_object(folder / name))), {})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ModelError
 from paceline.core.model_folder import read_object
+from paceline.core.pooling import PoolRole
+from paceline.core.pooling_colbert import skipped_ids
 from paceline.core.pooling_config import (
     DenseModule,
     HeadActivation,
@@ -16,8 +18,9 @@ from paceline.core.pooling_config import (
     NormalizeModule,
     NormModule,
     Pooling,
+    SpladeHead,
 )
-from paceline.core.pooling_files import MODULES_FILE, listed_modules
+from paceline.core.pooling_files import MODULES_FILE, TEXT_FILES, listed_modules
 
 _FLAGS: Mapping[str, Pooling] = {
     "pooling_mode_cls_token": "cls",
@@ -56,6 +59,11 @@ class Modules:
     """Modules after pooling; without pooling, they are for vectors of tokens."""
     kept_ids: frozenset[int] = frozenset()
     """See `PoolingConfig.kept_ids`."""
+    skipped_ids: frozenset[int] = frozenset()
+    skipping_roles: frozenset[PoolRole] = frozenset({"document"})
+    splade: SpladeHead | None = None
+    is_static: bool = False
+    """Whether a table of the vectors of tokens takes the place of a transformer."""
     score_tokens: tuple[int, int | None] | None = None
 
 
@@ -64,35 +72,62 @@ def read_modules(folder: Path) -> Modules:
 
     Raises ModelError if the list is damaged, or has a module that Paceline does not compute.
     """
-    listed = listed_modules(folder)
-    if not listed or listed[0][0] != "Transformer":
-        first = listed[0][0] if listed else "nothing"
-        raise ModelError(f"{folder / MODULES_FILE}: the first module must be a Transformer, not {first}")
-    pooling: tuple[Pooling, ...] = ()
-    include_prompt, kept, scores = True, frozenset[int](), None
-    after: list[HeadModule] = []
-    for kind, name in listed[1:]:
-        values = read_object(folder / name / "config.json")
-        place = f"{folder / name}"
-        if kind == "Pooling" and not pooling and not after:
-            pooling, include_prompt = _pooling(values, place), bool(values.get("include_prompt", True))
-        elif kind == "Dense":
-            after.append(_dense(values, name, place))
-        elif kind == "Normalize":
-            after.append(NormalizeModule())
-        elif kind == "LayerNorm":
-            after.append(NormModule(name, _size(values, "dimension", place)))
-        elif kind == "MultiVectorMask":
-            kept = _kept_ids(values, place)
-        elif kind == "LogitScore" and len(listed) == 2:
-            scores = _score_tokens(values, place)
-        elif kind != "Dropout":
+    (first, place), *rest = listed_modules(folder) or [("nothing", "")]
+    if first not in _FIRST:
+        message = f"the first module must be among {', '.join(_FIRST)}, not {first}"
+        raise ModelError(f"{folder / MODULES_FILE}: {message}")
+    found = Modules()
+    if first == "StaticEmbedding":
+        if place not in ("", "."):
             raise ModelError(
-                f"{folder / MODULES_FILE} lists the module {kind} ({name}), which Paceline does not compute"
+                f"{folder}: the table of StaticEmbedding and its tokenizer are in the folder {place}; Paceline reads "
+                "them from the model's own folder, beside a config.json with the model_type model2vec"
             )
-    if scores is None and not pooling and not after:
+        found = Modules(pooling=("mean",), is_static=True)
+    for kind, name in rest:
+        found = _with_module(found, folder, kind, name, is_only=len(rest) == 1)
+    if found.splade is not None and first != "MLMTransformer" and not _makes_logits(folder / place):
+        raise ModelError(f"{folder / place}: SpladePooling needs logits, and the first module does not make them "
+                         "(transformer_task fill-mask)")  # fmt: skip
+    if not (found.pooling or found.after or found.splade or found.score_tokens):
         raise ModelError(f"{folder / MODULES_FILE} lists no module Pooling, so it does not say how to make a vector")
-    return Modules(pooling, include_prompt, tuple(after), kept, scores)
+    return found
+
+
+_FIRST = ("Transformer", "MLMTransformer", "StaticEmbedding")
+
+
+def _with_module(found: Modules, folder: Path, kind: str, name: str, is_only: bool) -> Modules:
+    """Return the modules with one more.
+
+    Args:
+        is_only: whether it is the only one after the first.
+    """
+    values, place = read_object(folder / name / "config.json"), f"{folder / name}"
+    is_first = not (found.pooling or found.after)
+    if kind == "Pooling" and is_first:
+        includes = bool(values.get("include_prompt", True))
+        return replace(found, pooling=_pooling(values, place), include_prompt=includes)
+    if kind == "Dense":
+        return replace(found, after=(*found.after, _dense(values, name, place)))
+    if kind == "Normalize":
+        return replace(found, after=(*found.after, NormalizeModule()))
+    if kind == "LayerNorm":
+        return replace(found, after=(*found.after, NormModule(name, _size(values, "dimension", place))))
+    if kind == "MultiVectorMask":
+        skipped, roles = skipped_ids(folder, values.get("skiplist_words") or ()), _roles(values, place)
+        return replace(found, kept_ids=_kept_ids(values), skipped_ids=skipped, skipping_roles=roles)
+    if kind == "LogitScore" and is_only:
+        return replace(found, score_tokens=_score_tokens(values, place))
+    if kind == "SpladePooling" and is_only:
+        return replace(found, splade=_splade(values, place))
+    if kind == "Dropout":
+        return found
+    raise ModelError(f"{folder / MODULES_FILE} lists the module {kind} ({name}), which Paceline does not compute")
+
+
+def _makes_logits(place: Path) -> bool:
+    return any(read_object(place / file).get("transformer_task") == "fill-mask" for file in TEXT_FILES)
 
 
 def _pooling(values: Mapping[str, Any], place: str) -> tuple[Pooling, ...]:
@@ -127,11 +162,32 @@ def _dense(values: Mapping[str, Any], name: str, place: str) -> DenseModule:
     )
 
 
-def _kept_ids(values: Mapping[str, Any], place: str) -> frozenset[int]:
+def _kept_ids(values: Mapping[str, Any]) -> frozenset[int]:
     """Return the only token ids whose vectors a document has; empty if it has all."""
-    if values.get("skiplist_words"):
-        raise ModelError(f"{place}: skiplist_words, words that have no vectors, are not supported")
     return frozenset(map(int, values.get("keep_only_token_ids") or ()))
+
+
+def _roles(values: Mapping[str, Any], place: str) -> frozenset[PoolRole]:
+    """Return the inputs in which words of the skip list have no vectors."""
+    names = values.get("skiplist_tasks")
+    names = ["document"] if names is None else [names] if isinstance(names, str) else names
+    roles: frozenset[PoolRole] = frozenset(role for role in _ROLES if role in names)
+    if len(roles) < len(set(names)):
+        raise ModelError(f"{place}: skiplist_tasks must be among {', '.join(_ROLES)}, not {names!r:.80}")
+    return roles
+
+
+_ROLES: tuple[PoolRole, ...] = ("query", "document")
+
+
+def _splade(values: Mapping[str, Any], place: str) -> SpladeHead:
+    pooling, activation = values.get("pooling_strategy", "max"), values.get("activation_function", "relu")
+    if pooling not in ("max", "sum") or activation not in ("relu", "log1p_relu"):
+        raise ModelError(
+            f"{place}: pooling_strategy must be max or sum, not {pooling!r:.40}, and activation_function relu or "
+            f"log1p_relu, not {activation!r:.40}"
+        )
+    return SpladeHead(pooling, 2 if activation == "log1p_relu" else 1)
 
 
 def _score_tokens(values: Mapping[str, Any], place: str) -> tuple[int, int | None]:

@@ -85,7 +85,10 @@ class ChunkPlanner:
         end = min(start + piece_of(left, budget), capacity)
         if start < request.kept_len < end:  # a step can copy the state only at the beginning of a chunk
             end = request.kept_len
-        end = len(request.token_ids) if self._limits.bidirectional else request.chunk_end(end, self._limits.whole_media)
+        if not self._limits.bidirectional:
+            end = request.chunk_end(end, self._limits.whole_media)
+        else:  # all tokens see each other, so they wait for the last encoding
+            end = request.ready_len if request.ready_len == len(request.token_ids) else start
         length = end - start
         if length <= 0 or end > capacity or (length > budget and not is_first):
             return None

@@ -18,16 +18,18 @@ MakeLayer = Callable[[int, str], Layer]
 """A function that makes a layer from its number and the prefix of its tensors' names."""
 
 
+OUTER = ("", "model.", "vlm.", "vlm.model.")
+"""What may stand before the names of the parts of a model for several media."""
 _MEDIA = tuple(
     f"{prefix}{part}."
-    for prefix in ("", "model.")
+    for prefix in OUTER
     for part in (
         *("vision_tower", "audio_tower", "visual", "vision_embedder", "multi_modal_projector"),
         *("embed_vision", "embed_audio"),
     )
 )
 """Beginnings of the names of tensors for images and audio, which only encoders read."""
-TEXT = ("model.language_model.", "language_model.", "lm_head.", "mtp.")
+TEXT = (*(f"{prefix}language_model." for prefix in OUTER), "lm_head.", "vlm.lm_head.", "mtp.")
 """Beginnings of the names of tensors that encoders do not read: tensors of the text model, and of a head that
 drafts.
 """
@@ -38,7 +40,7 @@ def text_place(weights: Weights) -> str:
     checkpoint of the layers alone, without a head, has no prefix.
     """
     # All have this tensor. The embedding may be missing if it is the head's matrix.
-    places = ("model.language_model", "language_model.model", "")
+    places = [f"{prefix}language_model{end}" for prefix in OUTER for end in ("", ".model")] + [""]
     return next((place for place in places if weights.has(tensor_name(place, "norm.weight"))), "model")
 
 

@@ -91,6 +91,8 @@ class SiglipConfig:
     rows_side: int
     """An encoding has rows_side x rows_side rows."""
     norm_eps: float
+    pooled: bool = True
+    """Whether the rows are means of squares of patches, with a norm. Otherwise each patch has a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +118,27 @@ class Qwen3VisionConfig:
     rope_theta: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2VisionConfig:
+    """The transformer over patches of Qwen 2-VL. Fields are those of `Qwen3VisionConfig`."""
+
+    layers: int
+    hidden_size: int
+    inner_size: int
+    heads: int
+    patch_side: int
+    patch_frames: int
+    merged_side: int
+    rope_theta: float
+
+
 @dataclass(frozen=True, slots=True)
 class EncodersConfig:
     """The configurations of a model's encoders, one for each kind of media that the model reads."""
 
     hidden_size: int
     """Number of elements of the text model's hidden states."""
-    vision: Gemma4VisionConfig | PatchEmbedderConfig | SiglipConfig | Qwen3VisionConfig | None
+    vision: Gemma4VisionConfig | PatchEmbedderConfig | SiglipConfig | Qwen3VisionConfig | Qwen2VisionConfig | None
     audio: Gemma4AudioConfig | SampleEmbedderConfig | None
     frames: bool
     """Whether `vision` also encodes frames of videos."""

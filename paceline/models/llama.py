@@ -42,4 +42,4 @@ class Llama(Decoder):
             mlp = (make_mlp or make_gated)(layer, f"{place}.mlp")
             return PreNormLayer(config, weights, place, kernels, attention, mlp, norm_kind)
 
-        super().__init__(config, weights, kernels, make_layer, norm_kind)
+        super().__init__(config, weights, kernels, make_layer, norm_kind, config.embedding_multiplier)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from paceline.kernels.interface import Kernels
+from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.base import Architecture, Weights
 from paceline.models.deepseek import Deepseek
 from paceline.models.gemma3 import Gemma3
@@ -51,4 +51,6 @@ MODELS: Mapping[str, Callable[[ModelConfig, Weights, Kernels], Architecture]] = 
     "Qwen3_5MoeForConditionalGeneration": Qwen35WithMedia,
     "Qwen3VLForConditionalGeneration": Qwen3VL,
     "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoe,
+    "ColPaliForRetrieval": partial(Llama, norm_kind=NormKind.UNIT_OFFSET),
+    "ColQwen2ForRetrieval": Llama,
 }

@@ -38,6 +38,11 @@ class TextEncoderConfig:
     """Whether the first layer of an MLP has a bias."""
     mlp_bias: bool
     """Whether the last layer of an MLP has a bias."""
+    embedding_size: int = 0
+    """Number of elements of an embedding, from which a layer makes a hidden state; 0 if it is one already."""
+    distance_buckets: int = 0
+    """Number of classes of distances between two tokens, of which each has a score for each head; 0 if there are none.
+    """
     norm_bias: bool = True
     norms: NormPlace = "after"
     """Whether norms follow the sums of the residual stream, or precede attention and MLPs."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/common.proto\x12\x0bpaceline.v1\">\n\x03Key\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\r\".\n\x0cWireVersions\x12\x0e\n\x06oldest\x18\x01 \x01(\r\x12\x0e\n\x06newest\x18\x02 \x01(\r\"\xd3\x04\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x30\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.paceline.v1.ConstraintH\x02\x88\x01\x01\x12-\n\tbad_words\x18\x11 \x03(\x0b\x32\x1a.paceline.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x12 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_constraint\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"m\n\nConstraint\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.paceline.v1.ConstraintKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\x12\x0f\n\x07grammar\x18\x04 \x01(\t\"r\n\tPoolInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0csecond_start\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12%\n\x05media\x18\x04 \x03(\x0b\x32\x16.paceline.v1.MediaSpan\"\xde\x01\n\x08PoolWork\x12#\n\x04task\x18\x01 \x01(\x0e\x32\x15.paceline.v1.PoolTask\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.paceline.v1.PoolInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\nactivation\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12#\n\x04role\x18\x06 \x01(\x0e\x32\x15.paceline.v1.PoolRoleB\x0c\n\n_normalizeB\r\n\x0b_activation\"n\n\tMediaSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12$\n\x04kind\x18\x04 \x01(\x0e\x32\x16.paceline.v1.MediaKind\x12\x0c\n\x04grid\x18\x05 \x03(\r\"n\n\nMediaInput\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.paceline.v1.MediaKind\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"\xf4\x03\n\x04Work\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x15\n\rprefix_source\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12#\n\x04kind\x18\t \x01(\x0e\x32\x15.paceline.v1.WorkKind\x12%\n\x05media\x18\n \x03(\x0b\x32\x16.paceline.v1.MediaSpan\x12,\n\x0bmedia_input\x18\x0b \x01(\x0b\x32\x17.paceline.v1.MediaInput\x12#\n\x04pool\x18\x18 \x01(\x0b\x32\x15.paceline.v1.PoolWork\x12\x12\n\nbackground\x18\x10 \x01(\x08\x12\r\n\x05tails\x18\x11 \x03(\r\x12\x19\n\x0cttft_seconds\x18\x15 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bkept_tokens\x18\x16 \x01(\r\x12\x15\n\rshared_tokens\x18\x17 \x01(\r\x12\x14\n\x0cworker_epoch\x18\x14 \x01(\x04\x42\x0f\n\r_ttft_seconds\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\";\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12&\n\x08logprobs\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Logprob\"\x07\n\x05\x41live\"C\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.paceline.v1.Token*\xbe\x01\n\x0e\x43onstraintKind\x12\x1b\n\x17\x43ONSTRAINT_KIND_UNKNOWN\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x02\x12\x1a\n\x16\x43ONSTRAINT_KIND_CHOICE\x10\x03\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x04\x12\x1a\n\x16\x43ONSTRAINT_KIND_ANSWER\x10\x05*x\n\x08WorkKind\x12\x15\n\x11WORK_KIND_UNKNOWN\x10\x00\x12\x16\n\x12WORK_KIND_GENERATE\x10\x01\x12\x13\n\x0fWORK_KIND_SCORE\x10\x02\x12\x14\n\x10WORK_KIND_ENCODE\x10\x03\x12\x12\n\x0eWORK_KIND_POOL\x10\x04*\xb2\x01\n\x08PoolTask\x12\x15\n\x11POOL_TASK_UNKNOWN\x10\x00\x12\x13\n\x0fPOOL_TASK_EMBED\x10\x01\x12\x19\n\x15POOL_TASK_TOKEN_EMBED\x10\x02\x12\x16\n\x12POOL_TASK_CLASSIFY\x10\x03\x12\x1c\n\x18POOL_TASK_TOKEN_CLASSIFY\x10\x04\x12\x13\n\x0fPOOL_TASK_SCORE\x10\x05\x12\x14\n\x10POOL_TASK_SPARSE\x10\x06*N\n\x08PoolRole\x12\x15\n\x11POOL_ROLE_UNKNOWN\x10\x00\x12\x13\n\x0fPOOL_ROLE_QUERY\x10\x01\x12\x16\n\x12POOL_ROLE_DOCUMENT\x10\x02*k\n\tMediaKind\x12\x16\n\x12MEDIA_KIND_UNKNOWN\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x1a\n\x16MEDIA_KIND_VIDEO_FRAME\x10\x02\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x03*X\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpaceline/proto/common.proto\x12\x0bpaceline.v1\">\n\x03Key\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x12\n\ngeneration\x18\x03 \x01(\r\".\n\x0cWireVersions\x12\x0e\n\x06oldest\x18\x01 \x01(\r\x12\x0e\n\x06newest\x18\x02 \x01(\r\"\xd3\x04\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nmin_tokens\x18\x0c \x01(\r\x12\x12\n\nmax_tokens\x18\r \x01(\r\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x00\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x0f \x01(\rH\x01\x88\x01\x01\x12\x30\n\nconstraint\x18\x10 \x01(\x0b\x32\x17.paceline.v1.ConstraintH\x02\x88\x01\x01\x12-\n\tbad_words\x18\x11 \x03(\x0b\x32\x1a.paceline.v1.TokenSequence\x12\x19\n\x11logprob_token_ids\x18\x12 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\r\n\x0b_constraint\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"m\n\nConstraint\x12)\n\x04kind\x18\x01 \x01(\x0e\x32\x1b.paceline.v1.ConstraintKind\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x15\n\rend_token_ids\x18\x03 \x03(\r\x12\x0f\n\x07grammar\x18\x04 \x01(\t\"Q\n\tPoolInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x14\n\x0csecond_start\x18\x02 \x01(\r\x12\x15\n\rprompt_tokens\x18\x03 \x01(\rJ\x04\x08\x04\x10\x05\"\xde\x01\n\x08PoolWork\x12#\n\x04task\x18\x01 \x01(\x0e\x32\x15.paceline.v1.PoolTask\x12&\n\x06inputs\x18\x02 \x03(\x0b\x32\x16.paceline.v1.PoolInput\x12\x12\n\ndimensions\x18\x03 \x01(\r\x12\x16\n\tnormalize\x18\x04 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\nactivation\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12#\n\x04role\x18\x06 \x01(\x0e\x32\x15.paceline.v1.PoolRoleB\x0c\n\n_normalizeB\r\n\x0b_activation\"n\n\tMediaSpan\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12$\n\x04kind\x18\x04 \x01(\x0e\x32\x16.paceline.v1.MediaKind\x12\x0c\n\x04grid\x18\x05 \x03(\r\"n\n\nMediaInput\x12$\n\x04kind\x18\x01 \x01(\x0e\x32\x16.paceline.v1.MediaKind\x12\x0e\n\x06length\x18\x02 \x01(\r\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\"7\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x66older\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\x9b\x04\n\x04Work\x12\x1d\n\x03key\x18\x01 \x01(\x0b\x32\x10.paceline.v1.Key\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x15\n\rprefix_source\x18\x07 \x01(\t\x12\x10\n\x08priority\x18\x08 \x01(\x11\x12#\n\x04kind\x18\t \x01(\x0e\x32\x15.paceline.v1.WorkKind\x12%\n\x05media\x18\n \x03(\x0b\x32\x16.paceline.v1.MediaSpan\x12,\n\x0bmedia_input\x18\x0b \x01(\x0b\x32\x17.paceline.v1.MediaInput\x12#\n\x04pool\x18\x18 \x01(\x0b\x32\x15.paceline.v1.PoolWork\x12\x12\n\nbackground\x18\x10 \x01(\x08\x12\r\n\x05tails\x18\x11 \x03(\r\x12\x19\n\x0cttft_seconds\x18\x15 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0bkept_tokens\x18\x16 \x01(\r\x12\x15\n\rshared_tokens\x18\x17 \x01(\r\x12%\n\x07\x61\x64\x61pter\x18\x19 \x01(\x0b\x32\x14.paceline.v1.Adapter\x12\x14\n\x0cworker_epoch\x18\x14 \x01(\x04\x42\x0f\n\r_ttft_seconds\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\";\n\x05Token\x12\n\n\x02id\x18\x01 \x01(\r\x12&\n\x08logprobs\x18\x02 \x03(\x0b\x32\x14.paceline.v1.Logprob\"\x07\n\x05\x41live\"C\n\x0ePromptLogprobs\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\"\n\x06tokens\x18\x02 \x03(\x0b\x32\x12.paceline.v1.Token*\xbe\x01\n\x0e\x43onstraintKind\x12\x1b\n\x17\x43ONSTRAINT_KIND_UNKNOWN\x10\x00\x12\x1f\n\x1b\x43ONSTRAINT_KIND_JSON_SCHEMA\x10\x01\x12\x19\n\x15\x43ONSTRAINT_KIND_REGEX\x10\x02\x12\x1a\n\x16\x43ONSTRAINT_KIND_CHOICE\x10\x03\x12\x1b\n\x17\x43ONSTRAINT_KIND_GRAMMAR\x10\x04\x12\x1a\n\x16\x43ONSTRAINT_KIND_ANSWER\x10\x05*x\n\x08WorkKind\x12\x15\n\x11WORK_KIND_UNKNOWN\x10\x00\x12\x16\n\x12WORK_KIND_GENERATE\x10\x01\x12\x13\n\x0fWORK_KIND_SCORE\x10\x02\x12\x14\n\x10WORK_KIND_ENCODE\x10\x03\x12\x12\n\x0eWORK_KIND_POOL\x10\x04*\xb2\x01\n\x08PoolTask\x12\x15\n\x11POOL_TASK_UNKNOWN\x10\x00\x12\x13\n\x0fPOOL_TASK_EMBED\x10\x01\x12\x19\n\x15POOL_TASK_TOKEN_EMBED\x10\x02\x12\x16\n\x12POOL_TASK_CLASSIFY\x10\x03\x12\x1c\n\x18POOL_TASK_TOKEN_CLASSIFY\x10\x04\x12\x13\n\x0fPOOL_TASK_SCORE\x10\x05\x12\x14\n\x10POOL_TASK_SPARSE\x10\x06*N\n\x08PoolRole\x12\x15\n\x11POOL_ROLE_UNKNOWN\x10\x00\x12\x13\n\x0fPOOL_ROLE_QUERY\x10\x01\x12\x16\n\x12POOL_ROLE_DOCUMENT\x10\x02*k\n\tMediaKind\x12\x16\n\x12MEDIA_KIND_UNKNOWN\x10\x00\x12\x14\n\x10MEDIA_KIND_IMAGE\x10\x01\x12\x1a\n\x16MEDIA_KIND_VIDEO_FRAME\x10\x02\x12\x14\n\x10MEDIA_KIND_AUDIO\x10\x03*X\n\x0c\x46inishReason\x12\x16\n\x12\x46INISH_REASON_NONE\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,18 +33,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_CONSTRAINTKIND']._serialized_start=2169
-  _globals['_CONSTRAINTKIND']._serialized_end=2359
-  _globals['_WORKKIND']._serialized_start=2361
-  _globals['_WORKKIND']._serialized_end=2481
-  _globals['_POOLTASK']._serialized_start=2484
-  _globals['_POOLTASK']._serialized_end=2662
-  _globals['_POOLROLE']._serialized_start=2664
-  _globals['_POOLROLE']._serialized_end=2742
-  _globals['_MEDIAKIND']._serialized_start=2744
-  _globals['_MEDIAKIND']._serialized_end=2851
-  _globals['_FINISHREASON']._serialized_start=2853
-  _globals['_FINISHREASON']._serialized_end=2941
+  _globals['_CONSTRAINTKIND']._serialized_start=2232
+  _globals['_CONSTRAINTKIND']._serialized_end=2422
+  _globals['_WORKKIND']._serialized_start=2424
+  _globals['_WORKKIND']._serialized_end=2544
+  _globals['_POOLTASK']._serialized_start=2547
+  _globals['_POOLTASK']._serialized_end=2725
+  _globals['_POOLROLE']._serialized_start=2727
+  _globals['_POOLROLE']._serialized_end=2805
+  _globals['_MEDIAKIND']._serialized_start=2807
+  _globals['_MEDIAKIND']._serialized_end=2914
+  _globals['_FINISHREASON']._serialized_start=2916
+  _globals['_FINISHREASON']._serialized_end=3004
   _globals['_KEY']._serialized_start=44
   _globals['_KEY']._serialized_end=106
   _globals['_WIREVERSIONS']._serialized_start=108
@@ -58,21 +58,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONSTRAINT']._serialized_start=790
   _globals['_CONSTRAINT']._serialized_end=899
   _globals['_POOLINPUT']._serialized_start=901
-  _globals['_POOLINPUT']._serialized_end=1015
-  _globals['_POOLWORK']._serialized_start=1018
-  _globals['_POOLWORK']._serialized_end=1240
-  _globals['_MEDIASPAN']._serialized_start=1242
-  _globals['_MEDIASPAN']._serialized_end=1352
-  _globals['_MEDIAINPUT']._serialized_start=1354
-  _globals['_MEDIAINPUT']._serialized_end=1464
-  _globals['_WORK']._serialized_start=1467
-  _globals['_WORK']._serialized_end=1967
-  _globals['_LOGPROB']._serialized_start=1969
-  _globals['_LOGPROB']._serialized_end=2027
-  _globals['_TOKEN']._serialized_start=2029
-  _globals['_TOKEN']._serialized_end=2088
-  _globals['_ALIVE']._serialized_start=2090
-  _globals['_ALIVE']._serialized_end=2097
-  _globals['_PROMPTLOGPROBS']._serialized_start=2099
-  _globals['_PROMPTLOGPROBS']._serialized_end=2166
+  _globals['_POOLINPUT']._serialized_end=982
+  _globals['_POOLWORK']._serialized_start=985
+  _globals['_POOLWORK']._serialized_end=1207
+  _globals['_MEDIASPAN']._serialized_start=1209
+  _globals['_MEDIASPAN']._serialized_end=1319
+  _globals['_MEDIAINPUT']._serialized_start=1321
+  _globals['_MEDIAINPUT']._serialized_end=1431
+  _globals['_ADAPTER']._serialized_start=1433
+  _globals['_ADAPTER']._serialized_end=1488
+  _globals['_WORK']._serialized_start=1491
+  _globals['_WORK']._serialized_end=2030
+  _globals['_LOGPROB']._serialized_start=2032
+  _globals['_LOGPROB']._serialized_end=2090
+  _globals['_TOKEN']._serialized_start=2092
+  _globals['_TOKEN']._serialized_end=2151
+  _globals['_ALIVE']._serialized_start=2153
+  _globals['_ALIVE']._serialized_end=2160
+  _globals['_PROMPTLOGPROBS']._serialized_start=2162
+  _globals['_PROMPTLOGPROBS']._serialized_end=2229
 # @@protoc_insertion_point(module_scope)

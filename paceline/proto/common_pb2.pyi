@@ -415,28 +415,22 @@ class PoolInput(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SECOND_START_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    MEDIA_FIELD_NUMBER: _builtins.int
     second_start: _builtins.int
     """Number of tokens before the second text of a pair; 0 if the input is a single text."""
     prompt_tokens: _builtins.int
     """Number of tokens at the front that are an instruction, for models that leave it out of their means."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """Spans of media in token_ids, in order."""
-
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         second_start: _builtins.int = ...,
         prompt_tokens: _builtins.int = ...,
-        media: _abc.Iterable[Global___MediaSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["media", b"media", "prompt_tokens", b"prompt_tokens", "second_start", b"second_start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_tokens", b"prompt_tokens", "second_start", b"second_start", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -565,6 +559,35 @@ class MediaInput(_message.Message):
 Global___MediaInput: _TypeAlias = MediaInput  # noqa: Y015
 
 @_typing.final
+class Adapter(_message.Message):
+    """A low-rank adapter of the model's linear layers. The worker reads its folder if it does not have it in memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """For messages to people. KV blocks do not depend on it."""
+    folder: _builtins.str
+    digest: _builtins.bytes
+    """Digest of the content (core/adapters.py), 32 bytes. Names of KV blocks depend on it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
 class Work(_message.Message):
     """The work of one attempt of a request."""
 
@@ -587,6 +610,7 @@ class Work(_message.Message):
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
@@ -628,7 +652,7 @@ class Work(_message.Message):
     def sampling(self) -> Global___Sampling: ...
     @_builtins.property
     def media(self) -> _containers.RepeatedCompositeFieldContainer[Global___MediaSpan]:
-        """In order, and apart from each other."""
+        """In order, and apart from each other. Work of the kind POOL with media has one input, to which the spans belong."""
 
     @_builtins.property
     def media_input(self) -> Global___MediaInput:
@@ -642,6 +666,12 @@ class Work(_message.Message):
     def tails(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Numbers of tokens at the front of token_ids after which other requests have ended, as far as the gateway knows.
         Blocks that end there may be cached, full or not.
+        """
+
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """Absent for the model alone. Then `model` is as above; else it has an ending, so that workers of earlier releases refuse
+        the work.
         """
 
     def __init__(
@@ -664,11 +694,12 @@ class Work(_message.Message):
         ttft_seconds: _builtins.float | None = ...,
         kept_tokens: _builtins.int = ...,
         shared_tokens: _builtins.int = ...,
+        adapter: Global___Adapter | None = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "pool", b"pool", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "adapter", b"adapter", "key", b"key", "media_input", b"media_input", "pool", b"pool", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "pool", b"pool", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "adapter", b"adapter", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "pool", b"pool", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015

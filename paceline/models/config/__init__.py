@@ -39,6 +39,7 @@ from paceline.models.config.qwen import qwen2, qwen3
 from paceline.models.config.qwen3_moe import qwen3_moe
 from paceline.models.config.qwen3_next import qwen3_5, qwen3_next
 from paceline.models.config.qwen3_vl import qwen3_vl, qwen3_vl_moe
+from paceline.models.config.retrievers import colpali, colpali_encoders, colqwen2, colqwen2_encoders
 from paceline.models.config.text_encoders import TEXT_ENCODERS
 from paceline.models.config.transformers import image_row_size, read_transformers
 from paceline.models.encoder_config import EncodersConfig
@@ -79,6 +80,8 @@ _READERS: Mapping[str, Callable[[Fields], ModelConfig]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_5,
     "Qwen3VLForConditionalGeneration": qwen3_vl,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_moe,
+    "ColPaliForRetrieval": colpali,
+    "ColQwen2ForRetrieval": colqwen2,
 }
 
 _WITHOUT_HEAD = (
@@ -89,6 +92,9 @@ _WITHOUT_HEAD = (
 stand in place of "ForCausalLM".
 """
 
+_RETRIEVERS: Mapping[str, str] = {"ColQwen3_5": "Qwen3_5ForConditionalGeneration"}
+"""The model whose layers and encoders an architecture has that gives a vector of each token."""
+
 _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Gemma3ForConditionalGeneration": gemma3_encoders,
     "Gemma4ForConditionalGeneration": gemma4_encoders,
@@ -97,6 +103,8 @@ _ENCODERS: Mapping[str, Callable[[Fields], EncodersConfig]] = {
     "Qwen3_5MoeForConditionalGeneration": qwen3_5_encoders,
     "Qwen3VLForConditionalGeneration": qwen3_vl_encoders,
     "Qwen3VLMoeForConditionalGeneration": qwen3_vl_encoders,
+    "ColPaliForRetrieval": colpali_encoders,
+    "ColQwen2ForRetrieval": colqwen2_encoders,
 }
 
 _ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
@@ -128,9 +136,16 @@ def causal_name(architecture: str) -> str:
     """Return the causal model whose layers an architecture has, such as Qwen3ForCausalLM for Qwen3Model; `architecture`
     itself if it has a head for the next token, or if no model file here has its layers.
     """
+    if architecture in _RETRIEVERS:
+        return _RETRIEVERS[architecture]
     stems = (architecture.removesuffix(end) for end in _WITHOUT_HEAD if architecture.endswith(end))
     names = (f"{stem}ForCausalLM" for stem in stems)
     return next((name for name in names if name in _READERS), architecture)
+
+
+def with_media(architecture: str) -> str:
+    """Return the model whose encoders an architecture has; `architecture` itself unless it retrieves pages."""
+    return _RETRIEVERS.get(architecture, architecture)
 
 
 def read_facts(folder: Path, model_impl: ModelImpl) -> ModelFacts:
@@ -211,7 +226,7 @@ def read_encoders(folder: Path) -> EncodersConfig | None:
     Raises:
         ModelError: config.json cannot be read, or describes encoders that Paceline does not compute.
     """
-    if _architecture(_read_settings(folder)) not in _ENCODERS:
+    if with_media(_architecture(_read_settings(folder))) not in _ENCODERS:
         return None
     config = _read(folder, _ENCODERS)
     return None if config.vision is None and config.audio is None else config
@@ -241,13 +256,15 @@ def read_assistant(folder: Path) -> ModelConfig:
 def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _Config:
     raw = _read_settings(folder)
     stored = _architecture(raw)
-    architecture = causal_name(stored) if readers is _READERS else stored
+    architecture = causal_name(stored) if readers is _READERS else with_media(stored)
     reader = readers.get(architecture)
     if reader is None:
         known = ", ".join(readers)
         raise ModelError(f"{folder}: architecture {architecture} is not supported; supported are: {known}")
     config = _read_fields(folder, Fields(raw, architecture), reader)
-    return replace(config, has_head=architecture == stored) if isinstance(config, ModelConfig) else config
+    if not isinstance(config, ModelConfig):
+        return config
+    return replace(config, has_head=architecture == stored and not architecture.endswith("ForRetrieval"))
 
 
 def read_text_encoder(folder: Path) -> TextEncoderConfig:

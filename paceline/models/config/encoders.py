@@ -24,7 +24,7 @@ def gemma3_encoders(fields: Fields) -> EncodersConfig:
     vision = fields.part("vision_config")
     return EncodersConfig(
         hidden_size=gemma3(fields).hidden_size,
-        vision=None if vision is None else _siglip(vision, fields.size("mm_tokens_per_image", 256)),
+        vision=None if vision is None else siglip(vision, fields.size("mm_tokens_per_image", 256)),
         audio=None,
         frames=False,
     )
@@ -68,7 +68,7 @@ def qwen3_vl_encoders(fields: Fields) -> EncodersConfig:
 
 
 def _qwen3_vision(fields: Fields, text_size: int) -> Qwen3VisionConfig:
-    _need(fields, "hidden_act", "gelu_pytorch_tanh")
+    need(fields, "hidden_act", "gelu_pytorch_tanh")
     if (found := fields.size("out_hidden_size", 3584)) != text_size:
         raise ModelError(f"vision_config: out_hidden_size is {found}, and the text model's hidden_size {text_size}")
     hidden, heads, layers = fields.size("hidden_size", 1152), fields.size("num_heads", 16), fields.size("depth", 27)
@@ -95,7 +95,7 @@ def _qwen3_vision(fields: Fields, text_size: int) -> Qwen3VisionConfig:
 
 
 def _gemma4_vision(fields: Fields) -> Gemma4VisionConfig:
-    _need(fields, "hidden_activation", "gelu_pytorch_tanh")
+    need(fields, "hidden_activation", "gelu_pytorch_tanh")
     heads = fields.size("num_attention_heads", 12)
     if fields.size("num_key_value_heads", heads) != heads:
         raise ModelError("vision_config: num_key_value_heads must be num_attention_heads")
@@ -121,7 +121,7 @@ def _gemma4_vision(fields: Fields) -> Gemma4VisionConfig:
 
 
 def _gemma4_audio(fields: Fields) -> Gemma4AudioConfig:
-    _need(fields, "hidden_act", "silu")
+    need(fields, "hidden_act", "silu")
     window = fields.size("attention_context_left", 13) - 1
     if fields.size("attention_chunk_size", 12) != window or fields.count("attention_context_right", 0):
         raise ModelError(
@@ -159,8 +159,9 @@ def _patch_embedder(fields: Fields) -> PatchEmbedderConfig:
     )
 
 
-def _siglip(fields: Fields, rows: int) -> SiglipConfig:
-    _need(fields, "hidden_act", "gelu_pytorch_tanh")
+def siglip(fields: Fields, rows: int) -> SiglipConfig:
+    """Return the configuration of SigLIP, whose patches become this number of rows."""
+    need(fields, "hidden_act", "gelu_pytorch_tanh")
     hidden, heads = fields.size("hidden_size", 768), fields.size("num_attention_heads", 12)
     if hidden % heads:
         raise ModelError(f"vision_config: hidden_size {hidden} must be a multiple of {heads} heads")
@@ -187,6 +188,7 @@ def _eps(fields: Fields) -> float:
     return fields.number("rms_norm_eps", 1e-6)
 
 
-def _need(fields: Fields, name: str, known: str) -> None:
+def need(fields: Fields, name: str, known: str) -> None:
+    """Raise ModelError if a field has another value than the one that the encoder computes."""
     if fields.get(name, known) != known:
         raise ModelError(f"the encoder's {name} must be {known}, not {fields.raw[name]!r}")

@@ -182,7 +182,7 @@ class Fields:
             if value is not None and not isinstance(value, kind):
                 raise ModelError(f"{name} must be {_KIND_NAMES[kind]}, not {value!r:.80}")
         find_format(self.raw)
-        is_known = self.architecture == "Gemma3ForCausalLM"
+        is_known = self.architecture in ("Gemma3ForCausalLM", "ColPaliForRetrieval")
         if not is_known and self.get("use_bidirectional_attention", "vision") not in (False, "vision"):
             raise ModelError(f"bidirectional attention is not supported for {self.architecture}")
         if self.raw.get("is_causal") is False:

@@ -5,9 +5,11 @@ experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from paceline.core.errors import ModelError
 from paceline.core.experts import Routing
+from paceline.core.pooling_retrievers import attention_contract
 from paceline.models.config.fields import Fields, read_layer_types
 from paceline.models.config.grids import with_grids
 from paceline.models.model_config import AttentionConfig, DeltaNet, Experts, LayerType, ModelConfig
@@ -32,6 +34,9 @@ def qwen3_5(fields: Fields) -> ModelConfig:
         # All architectures need this field, but no layer here has an MLP of this size.
         text = text.changed(intermediate_size=experts.shared_size)
     config = _model(text, experts, grouped=False)
+    if "ColQwen3_5" in fields.get("architectures", ()) and attention_contract(fields.raw) == "bidirectional":
+        full = replace(config.attention["full"], looks_ahead=True)
+        config = replace(config, attention={"full": full}, bidirectional=True)
     if fields.part("vision_config") is None:
         return config
     return with_grids(config, text, (11, 11, 10))

@@ -61,6 +61,32 @@ def roberta(fields: Fields) -> TextEncoderConfig:
     return replace(config, first_position=fields.count("pad_token_id", 1) + 1)
 
 
+def distilbert(fields: Fields) -> TextEncoderConfig:
+    """DistilBERT: BERT without types of tokens, and with names of its own in config.json."""
+    same = fields.changed(
+        hidden_size=fields.size("dim", 768),
+        intermediate_size=fields.size("hidden_dim", 3072),
+        num_hidden_layers=fields.size("n_layers", 6),
+        num_attention_heads=fields.size("n_heads", 12),
+        hidden_act=fields.get("activation", "gelu"),
+        type_vocab_size=0,
+    )
+    return replace(bert(same.with_defaults(max_position_embeddings=512)), norm_eps=1e-12)
+
+
+def electra(fields: Fields) -> TextEncoderConfig:
+    """ELECTRA: BERT, whose embeddings may be smaller than its hidden states."""
+    config = bert(fields)
+    return replace(config, embedding_size=fields.size("embedding_size", config.hidden_size))
+
+
+def mpnet(fields: Fields) -> TextEncoderConfig:
+    """MPNet: RoBERTa, with scores that depend on the distance of two tokens."""
+    if (buckets := fields.size("relative_attention_num_buckets", 32)) != 32:
+        raise NotNativeError(f"relative_attention_num_buckets must be 32, not {buckets}")
+    return replace(roberta(fields.changed(type_vocab_size=0)), distance_buckets=buckets)
+
+
 def nomic_bert(fields: Fields) -> TextEncoderConfig:
     """NomicBert, in the fields of its authors or in those of transformers."""
     if fields.raw.get("n_embd") is None:
@@ -195,5 +221,8 @@ TEXT_ENCODERS: Mapping[str, Callable[[Fields], TextEncoderConfig]] = {
     "gte": gte,
     "new": gte,
     "modernbert": modernbert,
+    "distilbert": distilbert,
+    "electra": electra,
+    "mpnet": mpnet,
 }
 """The readers by `model_type`."""

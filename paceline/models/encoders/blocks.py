@@ -18,9 +18,9 @@ def media_place(weights: Weights, tensor: str, *names: str) -> str:
 
     Args:
         tensor: the name of any tensor of this part, after the prefix.
-        names: names that the part may have, without "model.", which some checkpoints have in front.
+        names: names that the part may have, without "model." or "vlm.", which some checkpoints have in front.
     """
-    places = [f"{outer}{name}" for name in names for outer in ("model.", "")]
+    places = [f"{outer}{name}" for name in names for outer in ("model.", "", "vlm.", "vlm.model.")]
     return next((place for place in places if weights.has(f"{place}.{tensor}")), places[0])
 
 

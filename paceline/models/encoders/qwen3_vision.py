@@ -37,7 +37,7 @@ class Qwen3Vision:
         self._config = config
         # The checkpoint has a convolution, whose patches have colors first.
         shape = (size, 3, config.patch_frames, side, side)
-        (weight,) = weights.take_packed_derived(f"{place}.patch_embed.proj.weight", shape, [_colors_last])
+        (weight,) = weights.take_packed_derived(f"{place}.patch_embed.proj.weight", shape, [colors_last])
         self._embed = Linear(weight, weights.take(f"{place}.patch_embed.proj.bias", size), kernels)
         self._dtype = weight.dtype
         self._positions = weights.take(f"{place}.pos_embed.weight", config.positions_side**2, size)
@@ -66,11 +66,11 @@ class Qwen3Vision:
 
     def encode(self, x: Tensor, between: Between) -> Tensor:
         config, pieces = self._config, Pieces(between, x.device)
-        patches = _patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
+        patches = cut_patches(x if x.dim() == 4 else x.expand(config.patch_frames, *x.shape), config.patch_side)
         rows, columns = patches.shape[:2]
-        tiles = _squares(patches, config.merged_side).flatten(1)
+        tiles = squares_of(patches, config.merged_side).flatten(1)
         grid = torch.cartesian_prod(torch.arange(rows, device=x.device), torch.arange(columns, device=x.device))
-        places = _squares(grid.view(rows, columns, 2), config.merged_side)
+        places = squares_of(grid.view(rows, columns, 2), config.merged_side)
         (hidden,) = pieces.of(partial(self._embedded, table=self._table(rows, columns)), tiles, places)
         rotation = self._rotation(places)
         hidden, *shown = self._tower(hidden, rotation.cos, rotation.sin, between=between)
@@ -165,18 +165,18 @@ class _Merger:
         return (self._down(self._kernels.gelu(self._up(normed))),)
 
 
-def _colors_last(weight: Tensor) -> Tensor:
+def colors_last(weight: Tensor) -> Tensor:
     """Return a convolution's weight [out, 3, frames, rows, columns] as a matrix [out, frames * rows * columns * 3]."""
     return weight.permute(0, 2, 3, 4, 1).flatten(1)
 
 
-def _patches(frames: Tensor, side: int) -> Tensor:
+def cut_patches(frames: Tensor, side: int) -> Tensor:
     """Return the patches of frames [frames, height, width, 3]: [rows, columns, frames, side, side, 3]."""
     count, height, width, colors = frames.shape
     return frames.reshape(count, height // side, side, width // side, side, colors).permute(1, 3, 0, 2, 4, 5)
 
 
-def _squares(grid: Tensor, side: int) -> Tensor:
+def squares_of(grid: Tensor, side: int) -> Tensor:
     """Return the elements of a grid [rows, columns, ...] square by square: [rows * columns, ...]."""
     rows, columns, *rest = grid.shape
     return grid.reshape(rows // side, side, columns // side, side, *rest).transpose(1, 2).reshape(-1, *rest)

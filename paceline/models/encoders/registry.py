@@ -15,6 +15,7 @@ from paceline.models.encoder_config import (
     Gemma4AudioConfig,
     Gemma4VisionConfig,
     PatchEmbedderConfig,
+    Qwen2VisionConfig,
     Qwen3VisionConfig,
     SampleEmbedderConfig,
     SiglipConfig,
@@ -23,6 +24,7 @@ from paceline.models.encoders.base import Encoder, Encoders
 from paceline.models.encoders.gemma4_audio import Gemma4Audio
 from paceline.models.encoders.gemma4_unified import PatchEmbedder, SampleEmbedder
 from paceline.models.encoders.gemma4_vision import Gemma4Vision
+from paceline.models.encoders.qwen2_vision import Qwen2Vision
 from paceline.models.encoders.qwen3_vision import Qwen3Vision
 from paceline.models.encoders.siglip import Siglip
 
@@ -33,6 +35,7 @@ _ENCODERS: Mapping[type, Callable[[Any, int, Weights, Kernels], Encoder]] = {
     SampleEmbedderConfig: SampleEmbedder,
     SiglipConfig: Siglip,
     Qwen3VisionConfig: Qwen3Vision,
+    Qwen2VisionConfig: Qwen2Vision,
 }
 
 

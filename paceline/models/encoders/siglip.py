@@ -1,4 +1,4 @@
-"""The vision tower of Gemma 3 (SigLIP): a transformer over patches, whose results are pooled and projected."""
+"""The vision tower of Gemma 3 and PaliGemma (SigLIP): a transformer over patches, whose results are projected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Siglip:
             _Layer(config, weights, f"{place}.encoder.layers.{layer}", kernels) for layer in range(config.layers)
         ]
         self._norm = LayerNorm(weights, f"{place}.post_layernorm", size, config.norm_eps, kernels)
-        self._project = _Projector(config, hidden_size, weights, kernels)
+        make = _Projector if config.pooled else _LinearProjector
+        self._project = make(config, hidden_size, weights, kernels)
         self._kernels = kernels
         self._tower = kernels.compile_tower(self._run_layers)
 
@@ -105,3 +106,14 @@ class _Projector:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._linear(self._norm(pool(x, self._columns, self._side).to(x.dtype)))
+
+
+class _LinearProjector:
+    """A linear layer from a patch to the text model's hidden size."""
+
+    def __init__(self, config: SiglipConfig, hidden_size: int, weights: Weights, kernels: Kernels) -> None:
+        place = media_place(weights, "linear.weight", "multi_modal_projector")
+        self._linear = Linear.take(weights, f"{place}.linear", config.hidden_size, hidden_size, True, kernels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x)

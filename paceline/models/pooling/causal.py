@@ -35,6 +35,8 @@ def load_pooler(folder: Path, bidirectional: bool, choice: PoolingChoice | None 
         return None
     if (config.attention == "full") != bidirectional:
         raise ModelError(f"{folder}: the model attends in another way than its files about pooling say")
+    if config.expansion is not None:
+        raise ModelError(f"{folder}: queries that are expanded by further tokens need an encoder, not a causal model")
     kernels = kernels_beside()
     return Pooler(config, folder, kernels, torch.device("cpu"), load_head(folder, config, kernels))
 

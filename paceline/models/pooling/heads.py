@@ -43,6 +43,17 @@ def _roberta(heads: _Heads, place: str) -> Vectors:
     return lambda x: out(dense(x))
 
 
+def _distilbert(heads: _Heads, place: str) -> Vectors:
+    dense, classifier = heads.linear("pre_classifier", heads.config.hidden_size), _classifier(heads)
+    return lambda x: classifier(torch.relu(dense(x)))
+
+
+def _electra(heads: _Heads, place: str) -> Vectors:
+    dense = heads.linear("classifier.dense", heads.config.hidden_size)
+    out = heads.linear("classifier.out_proj", len(heads.config.labels))
+    return lambda x: out(ACTIVATIONS["gelu"](dense(x)))
+
+
 def _modernbert(heads: _Heads, place: str) -> Vectors:
     transform, classifier = _transform_of(heads), _classifier(heads)
     return lambda x: classifier(transform(x))
@@ -76,6 +87,9 @@ _SEQUENCE_HEADS: Mapping[str, Callable[[_Heads, str], Vectors]] = {
     "gte": _bert,
     "new": _bert,
     "modernbert": _modernbert,
+    "distilbert": _distilbert,
+    "electra": _electra,
+    "mpnet": _roberta,
 }
 """The heads of `...ForSequenceClassification`, by `model_type`."""
 

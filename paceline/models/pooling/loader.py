@@ -9,7 +9,7 @@ import torch
 
 from paceline.core.config import ChosenQuantization
 from paceline.core.errors import ModelError
-from paceline.core.pooling_config import PoolingConfig
+from paceline.core.pooling_config import DenseModule, PoolingConfig
 from paceline.core.pooling_files import BGE_M3_FILES
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.kernels.interface import Kernels
@@ -21,16 +21,26 @@ from paceline.models.packing.quantized import Packer
 from paceline.models.pooling.heads import take_head
 from paceline.models.pooling.model import PoolingModel
 from paceline.models.pooling.pooler import Pooler, TokenHeads
+from paceline.models.pooling.static import load_table
 from paceline.models.pooling.text_encoders.base import TextEncoder, TextPass
 from paceline.models.pooling.text_encoders.modernbert import PreNormEncoder
 from paceline.models.pooling.text_encoders.post_norm import PostNormEncoder
 from paceline.models.pooling.vectors import VectorLinear, Vectors, check_tensors, read_tensors
+from paceline.models.pooling.words import load_words
 from paceline.models.text_encoder_config import TextEncoderConfig
 
-_PLACES = ("", "bert.", "roberta.", "camembert.", "nomic_bert.", "gte.", "new.", "model.")
+_PLACES = (
+    *("", "bert.", "roberta.", "camembert.", "distilbert.", "electra.", "mpnet.", "nomic_bert.", "gte.", "new."),
+    "model.",
+)
 """What the names of an encoder's tensors may begin with."""
-_UNREAD = ("pooler.", "cls.", "lm_head.", "head.", "decoder.", "embeddings.position_ids")
-"""Beginnings of the names of tensors that encoders without labels do not need: heads that only training used."""
+_UNREAD = (
+    *("pooler.", "cls.", "lm_head.", "head.", "decoder.", "embeddings.position_ids", "vocab_", "discriminator_"),
+    *("generator_",),
+)
+"""Beginnings of the names of tensors that encoders without labels do not need: heads that only training used, or of
+which `words.py` reads its own.
+"""
 
 
 def load_pooling_model(
@@ -52,6 +62,8 @@ def load_pooling_model(
     config = read_pooling_config(folder)
     if config is None or not config.is_encoder:
         raise ModelError(f"{folder} has no encoder of text; prefill workers compute causal models")
+    if config.is_static:
+        return PoolingModel(config, load_table(folder, config, device), Pooler(config, folder, kernels, device))
     encoder_config = read_text_encoder(folder)
     if dtype is None:
         dtype = stored_dtype(folder)
@@ -81,10 +93,16 @@ def _build(
     kind = PostNormEncoder if encoder_config.norms == "after" else PreNormEncoder
     encoder: TextEncoder = kind(encoder_config, checkpoint, place, device, kernels)
     head = take_head(config, encoder_config, checkpoint, place, kernels)
-    unread = () if config.labels else _UNREAD
+    own = [
+        f"{module.name}." for module in config.token_modules if isinstance(module, DenseModule) and not module.folder
+    ]
+    unread = () if config.labels else (*_UNREAD, *own)
     checkpoint.finish((*unread, *(f"{place}{each}" for each in ("pooler.", "embeddings.position_ids"))))
     token_heads = _token_heads(folder, config, kernels, device) if config.dense_tokens else None
-    pooler = Pooler(config, folder, kernels, device, head, token_heads)
+    words = None
+    if config.splade is not None:
+        words = load_words(folder, encoder_config, f"{place}{_words(encoder_config)}", kernels, device)
+    pooler = Pooler(config, folder, kernels, device, head, token_heads, words)
     return PoolingModel(config, TextPass(encoder, dtype, device, kernels), pooler)
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.pooling import ROW_TASKS, PoolWish
-from paceline.core.pooling_config import PoolingConfig
+from paceline.core.pooling_config import PoolingConfig, QueryExpansion
 from paceline.models.pooling.pooler import Pooler
 from paceline.models.pooling.sums import reduction
-from paceline.models.pooling.text_encoders.base import TextPass
+from paceline.models.pooling.text_encoders.base import Encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +42,18 @@ class PoolResult:
 
 
 class PoolingModel:
-    """An encoder of text with all that follows. The result of an input depends on no other input."""
+    """An encoder of text, or a table of vectors, with all that follows. The result of an input depends on no other
+    input.
+    """
 
-    def __init__(self, config: PoolingConfig, encoder: TextPass, pooler: Pooler) -> None:
+    def __init__(self, config: PoolingConfig, encoder: Encode, pooler: Pooler) -> None:
         self.config = config
         self._encoder, self._pooler = encoder, pooler
 
     def check(self, inputs: Sequence[TextRow], wish: PoolWish) -> None:
         """Raise InvalidRequestError if the model cannot compute these inputs."""
         self._pooler.check(wish)
-        encoder, most = self._encoder.config, self.config.max_tokens
+        encoder, most = self._encoder, self.config.max_tokens
         for row in inputs:
             length = len(row.token_ids)
             if not 0 < length <= most:
@@ -71,9 +73,14 @@ class PoolingModel:
         self.check(inputs, wish)
         if not inputs:
             return []
+        seen, expansion = [len(row.token_ids) for row in inputs], self.config.expansion
+        if expansion is not None and wish.role == "query":
+            inputs = [_expanded(row, expansion) for row in inputs]
         lengths = [len(row.token_ids) for row in inputs]
+        if expansion is None or expansion.attends:
+            seen = lengths
         token_ids = torch.tensor([token for row in inputs for token in row.token_ids], dtype=torch.int64)
-        hidden = self._encoder(token_ids, self._types(inputs, lengths), lengths)
+        hidden = self._encoder(token_ids, self._types(inputs, lengths), lengths, seen)
         if wish.task in ROW_TASKS:
             parts = _parts(self._pooler.tokens(hidden.float(), wish), lengths)
             found = [self._pooler.keep(part, row.token_ids, wish) for part, row in zip(parts, inputs)]
@@ -85,7 +92,7 @@ class PoolingModel:
     def _types(self, inputs: Sequence[TextRow], lengths: Sequence[int]) -> Tensor:
         """Return the types of all tokens: 0, and 1 in the second text of a pair if the model has two types."""
         types = torch.zeros(sum(lengths), dtype=torch.int64)
-        if self._encoder.config.types > 1 and any(row.second_start for row in inputs):
+        if self._encoder.types > 1 and any(row.second_start for row in inputs):
             for row, part in zip(inputs, _parts(types, lengths)):
                 if row.second_start:
                     part[row.second_start :] = 1
@@ -103,6 +110,12 @@ class PoolingModel:
                 parts.append(reduced.result())
             pooled.append(torch.cat(parts))
         return torch.stack(pooled)
+
+
+def _expanded(row: TextRow, expansion: QueryExpansion) -> TextRow:
+    """Return a query with the tokens that follow it up to a length."""
+    missing = max(0, expansion.length - len(row.token_ids))
+    return replace(row, token_ids=[*row.token_ids, *[expansion.token_id] * missing])
 
 
 def _parts(x: Tensor, lengths: Sequence[int]) -> list[Tensor]:

@@ -14,6 +14,7 @@ from paceline.core.pooling import PoolWish
 from paceline.core.pooling_config import NormalizeModule, PoolingConfig
 from paceline.kernels.interface import Kernels
 from paceline.models.pooling.vectors import SCORE_ACTIVATIONS, Normalize, VectorHeads, Vectors
+from paceline.models.pooling.words import word_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,7 @@ class Pooler:
         folder: the model's folder, which has those of the modules.
         head: makes numbers of labels from a pooled hidden state, or from that of a token; None if there are no labels.
         token_heads: those of a model with `PoolingConfig.dense_tokens`.
+        words: makes logits of words from hidden states, for a model with `PoolingConfig.splade`.
 
     Raises:
         ModelError: weights of a module are missing or do not fit.
@@ -46,10 +48,11 @@ class Pooler:
         device: torch.device,
         head: Vectors | None = None,
         token_heads: TokenHeads | None = None,
+        words: Vectors | None = None,
     ) -> None:
         heads = VectorHeads(folder, kernels, device)
         self.config = config
-        self._head, self._token_heads = head, token_heads
+        self._head, self._token_heads, self._words = head, token_heads, words
         self._modules = [heads.make(module) for module in config.modules]
         self._token_modules = [heads.make(module) for module in config.token_modules]
         self._normalize = Normalize(kernels, device)
@@ -77,6 +80,8 @@ class Pooler:
         if wish.task == "token_classify":
             assert self._head is not None
             return self._activated(self._head(hidden), wish)
+        if wish.task == "sparse" and self._words is not None:
+            return hidden  # logits of all words are too large for many tokens at once
         if wish.task == "sparse":
             assert self._token_heads is not None
             return torch.relu(self._token_heads.sparse(hidden))
@@ -90,16 +95,20 @@ class Pooler:
 
         For "sparse", the result is fp32 [different ids, 2]: the id of a token and its largest weight, in order of ids.
         """
+        config = self.config
+        if wish.task == "sparse" and self._words is not None:
+            assert config.splade is not None
+            return word_weights(config.splade, self._words, rows)
         if wish.task == "sparse":
             return self._sparse(rows, token_ids)
-        if wish.task != "token_embed":
-            return rows
-        if not self.config.keeps_first_token:
+        if not config.keeps_first_token and wish.task == "token_embed":
             return rows[1:]
-        if self.config.kept_ids and wish.role != "query":
-            kept = torch.tensor([token in self.config.kept_ids for token in token_ids], device=rows.device)
-            return rows[kept]
-        return rows
+        skipped = config.skipped_ids if (wish.role or "document") in config.skipping_roles else frozenset()
+        only = config.kept_ids if wish.role != "query" else frozenset()
+        if not skipped and not only:
+            return rows
+        kept = [token not in skipped and (not only or token in only) for token in token_ids]
+        return rows[torch.tensor(kept, device=rows.device)]
 
     def _embedded(self, pooled: Tensor, wish: PoolWish) -> Tensor:
         x = self._through(pooled, self._modules, self.config.modules, wish)

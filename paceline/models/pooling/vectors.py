@@ -21,6 +21,7 @@ from paceline.core.pooling_config import (
 )
 from paceline.kernels.interface import Kernels, NormKind
 from paceline.models.checkpoint import refuse_misfits
+from paceline.models.pooling.own_tensors import OwnTensors
 
 Vectors = Callable[[Tensor], Tensor]
 """A function of vectors fp32 [n, size] that treats each row by itself."""
@@ -91,8 +92,20 @@ class VectorHeads:
         """
         if isinstance(module, NormalizeModule):
             return Normalize(self._kernels, self._device)
+        if isinstance(module, DenseModule) and not module.folder:
+            return self._own(module)
         tensors = self._read(module.folder)
         return self._dense(module, tensors) if isinstance(module, DenseModule) else self._norm(module, tensors)
+
+    def _own(self, module: DenseModule) -> Vectors:
+        """Return a layer without an activation, whose tensors are among the model's own."""
+        name = module.name
+        with OwnTensors(self._folder) as tensors:
+            weight = tensors.take(f"{name}.weight", module.size_out, module.size_in)
+            has_bias = tensors.has(f"{name}.bias") if module.bias is None else module.bias
+            bias = tensors.take(f"{name}.bias", module.size_out) if has_bias else None
+        device = self._device
+        return VectorLinear(weight.to(device), None if bias is None else bias.to(device), self._kernels)
 
     def _dense(self, module: DenseModule, tensors: Mapping[str, Tensor]) -> Vectors:
         size_in, size_out = module.size_in, module.size_out

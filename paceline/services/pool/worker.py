@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from paceline.core.errors import UnavailableError
+from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.engine import Engine
@@ -70,6 +70,8 @@ class PoolWorker:
         if work.model != self.model_id:
             raise UnavailableError("this worker serves another model")
         check_pool(work, self.max_model_len)
+        if work.media:
+            raise InvalidRequestError("this model pools texts, not images or audio", "input")
 
     async def serve(self, work: common_pb2.Work, send: Send) -> None:
         """Compute the inputs of a call, and send their results as steps end."""

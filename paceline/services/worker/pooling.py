@@ -16,7 +16,7 @@ from paceline.models.pooling.model import PoolResult
 from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2, worker_pb2
 from paceline.services.common.pool_wire import wish_from_pb
-from paceline.services.common.wire import key_from_pb
+from paceline.services.common.wire import key_from_pb, spans_from_pb
 from paceline.services.worker.event_stream import ALIVE_SECONDS, EventStream
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.pool_messages import to_messages
@@ -39,6 +39,8 @@ class _Job:
     """Bounds the inputs that run at the same time."""
     opened: asyncio.Event = field(default_factory=asyncio.Event)
     """Set after the first input has got its blocks."""
+    cached_tokens: int = 0
+    """Number of tokens of an input with media whose KV was cached. Spans within them need no encodings."""
     results: asyncio.Queue[_Numbered | None] = field(default_factory=asyncio.Queue)
     """Results that were not sent yet; None after the last one."""
 
@@ -86,7 +88,7 @@ class PoolHandler:
     async def _compute(self, job: _Job, index: int) -> None:
         """Run one input, and put its result into the queue of results."""
         asked = job.work.pool.inputs[index]
-        context = Context(list(asked.token_ids), job.work.cache_salt)
+        context = Context(list(asked.token_ids), job.work.cache_salt, spans_from_pb(job.work.media))
         running = job.begin(context.token_ids, asked.prompt_tokens)
         async with job.places, self._blocks(job, index, context, running) as lease:
             events = EventStream()
@@ -116,7 +118,8 @@ class PoolHandler:
         If too few are free, wait until another input ends. Raises BusyError if there is none.
         """
         key = key_from_pb(job.work.key)
-        own = Key(f"{key.request_id} input {index}", key.attempt, key.generation)  # no request has such an id
+        # Encodings are announced to the attempt's own key. No request has an id like the other one.
+        own = key if context.media else Key(f"{key.request_id} input {index}", key.attempt, key.generation)
         while True:
             self._freed.clear()
             try:
@@ -130,8 +133,10 @@ class PoolHandler:
                 async with asyncio.timeout(ALIVE_SECONDS):
                     await self._freed.wait()
         self._running += 1
-        job.opened.set()
         try:
+            self._worker.media.open(job.work, lease.filled_tokens)
+            job.cached_tokens = lease.filled_tokens if context.media else 0
+            job.opened.set()
             yield lease
         finally:
             self._worker.retire(lease.key)
@@ -143,7 +148,8 @@ class PoolHandler:
     async def _send_results(self, job: _Job, send: Send) -> None:
         """Send results as they come, several in one event if they came together."""
         await job.opened.wait()
-        await send(worker_pb2.ComputeEvent(opened=worker_pb2.Opened(key=job.work.key)))
+        opened = worker_pb2.Opened(key=job.work.key, cached_tokens=job.cached_tokens)
+        await send(worker_pb2.ComputeEvent(opened=opened))
         while True:
             found: list[_Numbered | None] = []
             with contextlib.suppress(TimeoutError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from paceline.core.errors import InvalidRequestError
 from paceline.core.kv_layout import BASE_TOKENS
+from paceline.core.media import MediaSpan
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import spans_from_pb
 
@@ -44,14 +46,7 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int, has_grids: bo
         raise InvalidRequestError(
             f"the context has {length} tokens; this worker takes at most {max_model_len - 1}", "prompt"
         )
-    spans = spans_from_pb(work.media)
-    if any(span.end > work.prompt_tokens for span in spans):
-        raise InvalidRequestError("a span of media ends after the prompt", "prompt")
-    if any((span.grid is not None) != has_grids for span in spans):
-        raise InvalidRequestError(
-            f"this model's spans of media {'need a' if has_grids else 'have no'} grid: gateway and workers must be of "
-            "one release"
-        )
+    spans = _check_spans(work, work.prompt_tokens, has_grids)
     shared = work.shared_tokens
     if shared > work.prompt_tokens or shared % BASE_TOKENS or any(span.start < shared for span in spans):
         raise InvalidRequestError(
@@ -61,6 +56,19 @@ def check_work(work: pb.Work, max_model_len: int, vocab_size: int, has_grids: bo
         raise InvalidRequestError(f"prefix_source may have at most {MAX_ADDRESS_CHARACTERS} characters")
     _check_sampling(work.sampling, vocab_size)
     _check_tokens(work, vocab_size)
+
+
+def _check_spans(work: pb.Work, tokens: int, has_grids: bool) -> Sequence[MediaSpan]:
+    """Return the spans of media among the first `tokens` tokens. Raises InvalidRequestError if they do not fit."""
+    spans = spans_from_pb(work.media)
+    if any(span.end > tokens for span in spans):
+        raise InvalidRequestError("a span of media ends after the prompt", "prompt")
+    if any((span.grid is not None) != has_grids for span in spans):
+        raise InvalidRequestError(
+            f"this model's spans of media {'need a' if has_grids else 'have no'} grid: gateway and workers must be of "
+            "one release"
+        )
+    return spans
 
 
 def check_encode(work: pb.Work, most_rows: int) -> None:
@@ -96,12 +104,17 @@ def check_pool(work: pb.Work, max_model_len: int) -> None:
             raise InvalidRequestError("the second text and the prompt of an input must be inside of it", "input")
 
 
-def check_pool_texts(work: pb.Work, vocab_size: int) -> None:
-    """Raise InvalidRequestError for work of the kind POOL that a decoder with this vocabulary can never do."""
-    for index, each in enumerate(work.pool.inputs):
-        if each.media:
-            raise InvalidRequestError("this model pools texts, not images or audio", f"input[{index}]")
+def check_pool_contexts(work: pb.Work, vocab_size: int, has_grids: bool = False) -> None:
+    """Raise InvalidRequestError for work of the kind POOL that a decoder can never do.
+
+    Args:
+        has_grids: as in `check_work`.
+    """
+    for each in work.pool.inputs:
         check_token(max(each.token_ids), vocab_size)
+    if work.media and len(work.pool.inputs) > 1:
+        raise InvalidRequestError("work to pool that has media has one input", "input")
+    _check_spans(work, len(work.pool.inputs[0].token_ids), has_grids)
 
 
 def check_token(token: int, vocab_size: int) -> None:

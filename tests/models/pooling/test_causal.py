@@ -74,6 +74,39 @@ def test_reward_models_have_two_layers(tmp_path: Path) -> None:
     torch.testing.assert_close(found, score(STATES).softmax(-1), atol=1e-5, rtol=0)
 
 
+def test_of_a_process_reward_model_the_ends_of_steps_have_rewards(tmp_path: Path) -> None:
+    write(tmp_path, "Qwen2ForProcessRewardModel", num_labels=2)
+    tensors = {"score.0.weight": torch.randn(HIDDEN, HIDDEN), "score.0.bias": torch.randn(HIDDEN)}
+    tensors |= {"score.2.weight": torch.randn(2, HIDDEN), "score.2.bias": torch.randn(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    added = {"added_tokens": [{"content": "<extra_0>", "id": 7}], "model": {"vocab": {"a": 5}}}
+    pooler = load_pooler(tmp_path, bidirectional=False)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+    stepped = load_pooler(tmp_path, bidirectional=False)
+    assert pooler is not None
+    assert stepped is not None
+    ids = [7 if index in (3, 20, 69) else 5 for index in range(70)]
+    every, steps = (pooled(beginner(each, PoolWish("token_classify"))(ids, 0), [33, 70]) for each in (pooler, stepped))
+    assert torch.equal(steps, every[[3, 20, 69]])
+
+
+@pytest.mark.parametrize("said", ["option", "config"])
+def test_a_model_that_answers_yes_or_no_scores_by_one_row(said: str, tmp_path: Path) -> None:
+    write(tmp_path, "Qwen3ForCausalLM", **({"classifier_from_token": ["no", "yes"]} if said == "config" else {}))
+    head = torch.randn(9, HIDDEN)
+    save_file({"lm_head.weight": head}, tmp_path / "model.safetensors")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 4, "no": 6}}}))
+    choice = PoolingChoice(task="score") if said == "option" else None
+    pooler = load_pooler(tmp_path, bidirectional=False, choice=choice)
+    assert pooler is not None
+    assert pooler.config.tasks == {"score"}
+    found = pooled(beginner(pooler, PoolWish("score"))([5] * 70, 0), [70])
+    torch.testing.assert_close(found, torch.sigmoid(STATES[-1] @ (head[4] - head[6])).view(1, 1), atol=1e-6, rtol=0)
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"yes": 4}}}))
+    with pytest.raises(ModelError, match="no token 'no', from whose logit the score is computed"):
+        load_pooler(tmp_path, bidirectional=False, choice=choice)
+
+
 def test_a_model_attends_as_its_files_say(tmp_path: Path) -> None:
     write(tmp_path, use_bidirectional_attention=True)
     write_modules(tmp_path, "mean")

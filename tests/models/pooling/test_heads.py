@@ -21,9 +21,14 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-@pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "nomic_bert", "gte", "modernbert"])
+@pytest.mark.parametrize(
+    "kind", ["bert", "roberta", "xlm-roberta", "distilbert", "electra", "mpnet", "nomic_bert", "gte", "modernbert"]
+)
 def test_one_label_is_a_score_of_a_pair(kind: str, tmp_path: Path) -> None:
-    reference, types = save_encoder(tmp_path, kind, "ForSequenceClassification", num_labels=1), kind in ("bert", "gte")
+    reference, types = (
+        save_encoder(tmp_path, kind, "ForSequenceClassification", num_labels=1),
+        kind in ("bert", "electra", "gte"),
+    )
     model, rows = load(tmp_path), random_rows(LENGTHS, pairs=types)
     assert model.config.tasks == {"classify", "score"}
     raw, scores = model.run(rows, PoolWish("score", activation=False)), model.run(rows, PoolWish("score"))
@@ -35,7 +40,7 @@ def test_one_label_is_a_score_of_a_pair(kind: str, tmp_path: Path) -> None:
         assert torch.equal(model.run([row], PoolWish("score"))[0].values, score.values)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "modernbert"])
+@pytest.mark.parametrize("kind", ["roberta", "distilbert", "modernbert"])
 def test_tokens_have_labels(kind: str, tmp_path: Path) -> None:
     reference = save_encoder(tmp_path, kind, "ForTokenClassification", **_LABELS)
     model, rows = load(tmp_path), random_rows(LENGTHS)

@@ -184,7 +184,8 @@ class TestRefusals:
             ("Pooling", {}, "lacks pooling_mode"),
             ("Pooling", {"pooling_mode": "median"}, "pooling_mode must be among cls, max, mean"),
             ("CNN", {}, "lists the module CNN"),
-            ("MultiVectorMask", {"skiplist_words": ["."]}, "skiplist_words, words that have no vectors"),
+            ("MultiVectorMask", {"skiplist_tasks": ["title"]}, "skiplist_tasks must be among query, document"),
+            ("SpladePooling", {}, "SpladePooling needs logits"),
         ],
     )
     def test_pooling_that_is_unknown(self, module: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.models.pooling.tiny_encoders import (
 )
 
 LENGTHS = (1, 7, 40, 2, 33, 64)
-_WITH_TYPES = ("bert", "nomic_bert", "gte")
+_WITH_TYPES = ("bert", "electra", "nomic_bert", "gte")
 
 
 @pytest.mark.parametrize("kind", ENCODERS)

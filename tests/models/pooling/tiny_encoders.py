@@ -34,6 +34,9 @@ ENCODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "nomic_bert": ("NomicBert", {}),
     "gte": ("Gte", {"type_vocab_size": 2}),
     "modernbert": ("ModernBert", {**_MODERN, "eos_token_id": 2}),
+    "distilbert": ("DistilBert", {"hidden_dim": 56}),
+    "electra": ("Electra", {"embedding_size": 20}),
+    "mpnet": ("MPNet", {}),
 }
 """The name of the class in transformers, and its own settings, by `model_type`."""
 POOLING = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
@@ -61,9 +64,11 @@ def save_encoder(folder: Path, kind: str, head: str = "Model", **settings: Any) 
     return model
 
 
-def write_modules(folder: Path, *modules: tuple[str, Mapping[str, Any]], **settings: Any) -> None:
-    """Write modules.json with a Transformer and these modules, and their configs."""
-    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{_TYPE}.Transformer"}]
+def write_modules(
+    folder: Path, *modules: tuple[str, Mapping[str, Any]], first: str = "Transformer", **settings: Any
+) -> None:
+    """Write modules.json with a module `first` and these modules, and their configs."""
+    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{_TYPE}.{first}"}]
     for index, (kind, config) in enumerate(modules, 1):
         path = f"{index}_{kind}"
         listed.append({"idx": index, "name": str(index), "path": path, "type": f"{_TYPE}.{kind}"})

@@ -33,8 +33,27 @@ class TextEncoder(Protocol):
         """
 
 
+class Encode(Protocol):
+    """Makes hidden states of the tokens of texts."""
+
+    vocab_size: int
+    types: int
+    """Number of types of tokens."""
+
+    def __call__(
+        self, token_ids: Tensor, type_ids: Tensor, lengths: Sequence[int], seen: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the hidden states [tokens, hidden] of texts that follow each other.
+
+        Args:
+            token_ids, type_ids: int64 [tokens], on the CPU.
+            lengths: number of tokens of each text, at least 1.
+            seen: number of the first tokens of each text to which its tokens attend; None for all.
+        """
+
+
 class TextPass:
-    """Computes the hidden states of many texts in one pass without padding.
+    """An `Encode` that computes the hidden states of many texts in one pass without padding.
 
     Keys and values of one layer at a time are in a cache of this process, which every layer uses anew. A text's hidden
     states depend on no other text of the pass.
@@ -45,20 +64,18 @@ class TextPass:
 
     def __init__(self, encoder: TextEncoder, dtype: torch.dtype, device: torch.device, kernels: Kernels) -> None:
         self.config = encoder.config
+        self.vocab_size, self.types = encoder.config.vocab_size, encoder.config.types
         self._device, self._dtype = device, dtype
-        self._forward = kernels.compile(encoder.forward)
+        # Recorded passes have operations of the kernels alone.
+        self._forward = encoder.forward if self.config.distance_buckets else kernels.compile(encoder.forward)
         self._cache: LayerCache | None = None
         self._blocks = 0
 
-    def __call__(self, token_ids: Tensor, type_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the hidden states [tokens, hidden] of texts that follow each other.
-
-        Args:
-            token_ids, type_ids: int64 [tokens], on the CPU.
-            lengths: number of tokens of each text, at least 1.
-        """
+    def __call__(
+        self, token_ids: Tensor, type_ids: Tensor, lengths: Sequence[int], seen: Sequence[int] | None = None
+    ) -> Tensor:
         config = self.config
-        places = _Places.of(lengths)
+        places = _Places.of(lengths, lengths if seen is None else seen)
         windows = (0, config.window) if config.window else (0,)
         device = self._device
         tables, slots, offsets, last_keys, positions = (
@@ -96,14 +113,14 @@ class _Places:
     positions: Tensor
     """int64 [tokens]: index of each token in its text."""
     last_keys: Tensor
-    """int64 [tokens]: index of the last token of the same text."""
+    """int64 [tokens]: index of the last token of the same text to which others attend."""
     slots: Tensor
     """int64 [tokens]: block of each token."""
     offsets: Tensor
     """int64 [tokens]: index of each token in its block."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> _Places:
+    def of(cls, lengths: Sequence[int], seen: Sequence[int]) -> _Places:
         sizes = torch.tensor(lengths, dtype=torch.int64)
         ends = sizes.cumsum(0)
         counts = (sizes + _BLOCK - 1) // _BLOCK
@@ -119,7 +136,7 @@ class _Places:
             blocks,
             tables,
             positions,
-            (sizes - 1)[text],
+            (torch.tensor(seen, dtype=torch.int64) - 1)[text],
             first_blocks[text] + positions // _BLOCK,
             positions % _BLOCK,
         )

@@ -15,9 +15,12 @@ from paceline.models.text_encoder_config import TextActivation, TextEncoderConfi
 class TextNorm:
     """Layer norm over the last dimension, or over that of a sum."""
 
-    def __init__(self, weights: Weights, place: str, config: TextEncoderConfig, kernels: Kernels) -> None:
-        self._weight = weights.take(f"{place}.weight", config.hidden_size)
-        self._bias = weights.take(f"{place}.bias", config.hidden_size) if config.norm_bias else None
+    def __init__(
+        self, weights: Weights, place: str, config: TextEncoderConfig, kernels: Kernels, size: int | None = None
+    ) -> None:
+        size = size or config.hidden_size
+        self._weight = weights.take(f"{place}.weight", size)
+        self._bias = weights.take(f"{place}.bias", size) if config.norm_bias else None
         self._eps = config.norm_eps
         self._kernels = kernels
 

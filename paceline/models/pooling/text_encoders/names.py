@@ -65,10 +65,36 @@ _NEW = EncoderNames(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", ("mlp.up_gate_proj",), "mlp.down_proj", "mlp_ln"
     ),
 )
+_DISTILBERT = EncoderNames(
+    "embeddings.LayerNorm",
+    "transformer.layer",
+    LayerNames(
+        ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        "attention.out_lin",
+        "sa_layer_norm",
+        ("ffn.lin1",),
+        "ffn.lin2",
+        "output_layer_norm",
+    ),
+)
+_MPNET = EncoderNames(
+    "embeddings.LayerNorm",
+    "encoder.layer",
+    LayerNames(
+        ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+        "attention.attn.o",
+        "attention.LayerNorm",
+        ("intermediate.dense",),
+        "output.dense",
+        "output.LayerNorm",
+    ),
+)
 _ALL: Mapping[str, Sequence[EncoderNames]] = {
     "nomic_bert": (_NOMIC, _GATED),
     "gte": (_NEW, _GATED),
     "new": (_NEW, _GATED),
+    "distilbert": (_DISTILBERT,),
+    "mpnet": (_MPNET,),
 }
 """The names by `model_type`, first those of the models' authors, then those of transformers."""
 

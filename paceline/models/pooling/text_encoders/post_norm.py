@@ -1,4 +1,4 @@
-"""BERT and what has its order of norms: RoBERTa, XLM-R, NomicBert, GTE.
+"""BERT and what has its order of norms: RoBERTa, XLM-R, DistilBERT, ELECTRA, MPNet, NomicBert, GTE.
 
 Norms follow the sums of the residual stream: Devlin et al. 2018, https://arxiv.org/abs/1810.04805. NomicBert and GTE
 have rotary embeddings in place of a table of positions, and MLPs with a gate.
@@ -15,6 +15,7 @@ from paceline.kernels.interface import ForwardInputs, Kernels
 from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.pooling.text_encoders.blocks import BidirectionalAttention, TextMLP, TextNorm
+from paceline.models.pooling.text_encoders.distances import DistanceAttention
 from paceline.models.pooling.text_encoders.names import LayerNames, names_of
 from paceline.models.rotary import Rotation, inverse_frequencies
 from paceline.models.text_encoder_config import TextEncoderConfig
@@ -30,7 +31,7 @@ class PostNormEncoder:
     def __init__(
         self, config: TextEncoderConfig, weights: Weights, place: str, device: torch.device, kernels: Kernels
     ) -> None:
-        names, size = names_of(config.model_type, weights, place), config.hidden_size
+        names, size = names_of(config.model_type, weights, place), config.embedding_size or config.hidden_size
         self.config = config
         words = f"{place}embeddings.word_embeddings.weight"
         self._words = weights.take_packed(words, config.vocab_size, size)
@@ -41,9 +42,16 @@ class PostNormEncoder:
         if config.types:
             table = f"{place}embeddings.token_type_embeddings.weight"
             self._types = weights.take_packed(table, config.types, size)
-        self._norm = TextNorm(weights, f"{place}{names.embedding_norm}", config, kernels)
+        self._norm = TextNorm(weights, f"{place}{names.embedding_norm}", config, kernels, size)
+        self._project = None
+        if size != config.hidden_size:
+            self._project = Linear.take(weights, f"{place}embeddings_project", size, config.hidden_size, True, kernels)
+        distances = None
+        if config.distance_buckets:
+            shape = config.distance_buckets, config.heads
+            distances = weights.take(f"{place}encoder.relative_attention_bias.weight", *shape, dtype=torch.float32)
         self._layers = [
-            _Layer(config, weights, f"{place}{names.layers}.{layer}", names.layer, kernels)
+            _Layer(config, weights, f"{place}{names.layers}.{layer}", names.layer, kernels, distances)
             for layer in range(config.layers)
         ]
         rope = config.rope
@@ -61,6 +69,8 @@ class PostNormEncoder:
         if self._frequencies is not None:
             rotation = Rotation(*kernels.rotation(inputs.positions, self._frequencies))
         x = self._norm(x)
+        if self._project is not None:
+            x = self._project(x)
         for layer in self._layers:
             x = layer(x, inputs, rotation)
         return x
@@ -68,7 +78,13 @@ class PostNormEncoder:
 
 class _Layer:
     def __init__(
-        self, config: TextEncoderConfig, weights: Weights, place: str, names: LayerNames, kernels: Kernels
+        self,
+        config: TextEncoderConfig,
+        weights: Weights,
+        place: str,
+        names: LayerNames,
+        kernels: Kernels,
+        distances: Tensor | None,
     ) -> None:
         size, inner = config.hidden_size, config.inner_size
         take = partial(Linear.take, weights, kernels=kernels)
@@ -78,7 +94,11 @@ class _Layer:
         else:
             q, k, v = (take(f"{place}.{name}", size, size, config.qkv_bias) for name in names.qkv)
         output = take(f"{place}.{names.output}", size, size, config.attention_bias)
-        self._attention = BidirectionalAttention(q, k, v, output, config.heads, config.head_dim, 0, kernels)
+        self._attention: BidirectionalAttention | DistanceAttention
+        if distances is None:
+            self._attention = BidirectionalAttention(q, k, v, output, config.heads, config.head_dim, 0, kernels)
+        else:
+            self._attention = DistanceAttention(q, k, v, output, config.heads, config.head_dim, distances)
         self._attention_norm = TextNorm(weights, f"{place}.{names.attention_norm}", config, kernels)
         gate = None
         if not config.gated:

@@ -97,6 +97,28 @@ class TokenizedText:
         return EncodedText([self.token_ids[place] for place in kept], start)
 
 
+class MarkedText:
+    """A text with a token that says whether it is a query or a document.
+
+    Args:
+        place: number of special tokens before it.
+    """
+
+    second_start = 0
+
+    def __init__(self, text: Encoded, marker: int, place: int) -> None:
+        self._text, self._marker, self._place = text, marker, place
+        self.token_ids: Sequence[int] = [*text.token_ids[:place], marker, *text.token_ids[place:]]
+        self.least_tokens, self.special_end = text.least_tokens + 1, text.special_end
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def cut(self, limit: int, side: Literal["start", "end"]) -> MarkedText:
+        """Return the text with `limit` tokens. Special tokens and the marker stay."""
+        return MarkedText(self._text.cut(limit - 1, side), self._marker, self._place)
+
+
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return the lengths to which two texts are cut so that they fit into `room` tokens together.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.pooling import PoolWish
 from paceline.proto import common_pb2
 from paceline.services.common.pool_wire import wish_to_pb
@@ -19,6 +20,10 @@ class PoolInput:
     """Number of tokens before the second text of a pair; 0 if the input is a single text."""
     prompt_tokens: int = 0
     """Number of tokens at the front that are an instruction."""
+    media: tuple[MediaSpan, ...] = ()
+    """Runs of placeholder tokens, in order. An input with media is a bundle of its own."""
+    encoder_inputs: tuple[MediaInput, ...] = ()
+    """The encoder's input for each of `media`."""
 
 
 @dataclass(frozen=True, slots=True)

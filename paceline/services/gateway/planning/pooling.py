@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.pooling import ROW_TASKS, PoolRole, PoolTask, PoolWish
 from paceline.core.pooling_config import PoolingConfig
 from paceline.core.types import SamplingParams
 from paceline.proto import common_pb2
 from paceline.services.common.pool_wire import FLOAT_BYTES
 from paceline.services.gateway.http.errors import ContextLengthError
-from paceline.services.gateway.planning.batch_encoding import Encoded, EncodedText, encode_texts
+from paceline.services.gateway.planning.batch_encoding import Encoded, EncodedText, MarkedText, encode_texts
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.pool_bundle import PoolBundle, PoolInput
 from paceline.services.gateway.planning.sampling import check_ids, check_no_media
@@ -29,6 +30,10 @@ a small model, and a lost worker loses no more."""
 LEAST_BUNDLE_TOKENS = 1024
 """Number of tokens up to which a request is not divided among workers, because a call has a cost of its own."""
 BUNDLE_INPUTS = 512
+GROUP_CHARACTERS = 256 << 10
+"""Number of characters of texts that are tokenized together, unless a single text has more."""
+INPUT_CHARACTERS = 20
+"""Number of characters whose tokenization takes as long as all else that is done for an input."""
 MOST_RESULT_BYTES = 48 << 20
 """Largest size of the result of one input, in bytes: it must fit into one message."""
 
@@ -40,6 +45,10 @@ class TextInput:
     content: Content
     place: str
     """Field of the request's body, such as "input[3]", for errors."""
+    media: tuple[MediaSpan, ...] = ()
+    """Runs of placeholder tokens in `content`, which then has token ids."""
+    encoder_inputs: tuple[MediaInput, ...] = ()
+    """The encoder's input for each of `media`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,15 +113,18 @@ def plan_pool(
     """
     if options.dimensions is not None:
         config.check_dimensions(options.dimensions)
-    encoded = _encode(inputs, options, config, tokenizer)
-    most = min(max_tokens, config.max_tokens)
+    most = min(max_tokens, config.limit(options.role))
     limit = most if options.max_tokens is None else min(options.max_tokens, most)
-    fitted = [_fit(own, limit, options.truncate, text.place) for text, own in zip(inputs, encoded, strict=True)]
     kept = _prompt_tokens(options, config, tokenizer)
-    pooled = [
-        PoolInput(own.token_ids, own.second_start, 0 if isinstance(text.content, list) else min(kept, len(own)))
-        for text, own in zip(inputs, fitted, strict=True)
-    ]
+    pooled: list[PoolInput] = []
+    cut_tokens: list[int] = []
+    for group in _groups(inputs, len(options.prompt)):
+        for text, own in zip(group, _encode(group, options, config, tokenizer), strict=True):
+            fitted = _fit(own, limit, options.truncate, text)
+            prompt = 0 if isinstance(text.content, list) else min(kept, len(fitted))
+            ids, second = fitted.token_ids, fitted.second_start
+            pooled.append(PoolInput(ids, second, prompt, text.media, text.encoder_inputs))
+            cut_tokens.append(len(own) - len(fitted))
     wish = PoolWish(options.task, options.dimensions, options.normalize, options.activation, options.role)
     bundles = [PoolBundle(wish, part) for part in divide(pooled, workers)]
     sizes = [_result_bytes(own, options, config, text.place) for text, own in zip(inputs, pooled, strict=True)]
@@ -120,9 +132,41 @@ def plan_pool(
         plan=_plan(bundles, options),
         places=[each.place for each in inputs],
         token_ids=[each.token_ids for each in pooled],
-        cut_tokens=[len(before) - len(after) for before, after in zip(encoded, fitted, strict=True)],
+        cut_tokens=cut_tokens,
         result_bytes=sum(sizes),
     )
+
+
+def characters(content: Content) -> int:
+    """Return the number of characters of a text or of both texts of a pair, or of token ids."""
+    if isinstance(content, tuple) and isinstance(content[0], str):
+        return sum(map(len, content))
+    return len(content)
+
+
+def effort(inputs: Sequence[TextInput], options: PoolOptions) -> int:
+    """Return the number of characters whose tokenization takes as long as the plan of a request."""
+    each_more = len(options.prompt) + INPUT_CHARACTERS
+    return sum(characters(each.content) + each_more for each in inputs)
+
+
+def _groups(inputs: Sequence[TextInput], prompt: int) -> Iterator[list[TextInput]]:
+    """Yield inputs that are tokenized together, in order. While a text is tokenized, each token takes a hundred bytes.
+
+    Args:
+        prompt: number of characters that stand before each text.
+    """
+    group: list[TextInput] = []
+    size = 0
+    for each in inputs:
+        own = characters(each.content) + prompt
+        if group and size + own > GROUP_CHARACTERS:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += own
+    if group:
+        yield group
 
 
 def join_plans(plans: Sequence[PoolPlan]) -> PoolPlan:
@@ -137,7 +181,8 @@ def join_plans(plans: Sequence[PoolPlan]) -> PoolPlan:
 
 
 def divide(inputs: Sequence[PoolInput], workers: int) -> Iterator[list[PoolInput]]:
-    """Yield bundles of inputs, in order. A request of many tokens has at least a bundle for each worker.
+    """Yield bundles of inputs, in order. A request of many tokens has at least a bundle for each worker. An input with
+    media is a bundle of its own, because the encodings of a bundle belong to one context.
 
     Args:
         workers: number of workers among which the request may be divided.
@@ -147,7 +192,8 @@ def divide(inputs: Sequence[PoolInput], workers: int) -> Iterator[list[PoolInput
     bundle: list[PoolInput] = []
     tokens = 0
     for each in inputs:
-        if bundle and (tokens + len(each.token_ids) > most or len(bundle) >= BUNDLE_INPUTS):
+        is_full = tokens + len(each.token_ids) > most or len(bundle) >= BUNDLE_INPUTS
+        if bundle and (is_full or each.media or bundle[-1].media):
             yield bundle
             bundle, tokens = [], 0
         bundle.append(each)
@@ -162,6 +208,8 @@ def _plan(bundles: Iterable[PoolBundle], options: PoolOptions) -> Plan:
             text=None,
             token_ids=[token for each in bundle.inputs for token in each.token_ids],
             sampling=SamplingParams(max_tokens=0),
+            media=bundle.inputs[0].media,
+            inputs=bundle.inputs[0].encoder_inputs,
             pool=bundle,
         )
         for bundle in bundles
@@ -184,8 +232,12 @@ def _encode(
 ) -> list[Encoded]:
     """Return the tokens of all inputs, before they are cut."""
 
+    suffix = config.query_suffix if options.role == "query" else ""
+    marker = config.marker_ids.get(options.role or "document")
+    special = options.add_special_tokens and config.special_tokens
+
     def prepared(text: str) -> str:
-        return text.lower() if config.lower_case else text
+        return (text.lower() if config.lower_case else text) + suffix
 
     texts: list[tuple[str | tuple[str, str], str]] = []
     for each in inputs:
@@ -194,21 +246,33 @@ def _encode(
                 _check_filled(text, each.place)
                 texts.append((prepared(options.prompt + text), each.place))
             case (str(first), str(second)):
-                texts.append(((prepared(options.prompt + first), prepared(second)), each.place))
-    found = iter(encode_texts(tokenizer, texts, options.add_special_tokens))
+                second = second.lower() if config.lower_case else second
+                texts.append(((prepared(options.prompt + first), second), each.place))
+    found = iter(encode_texts(tokenizer, texts, special))
     encoded: list[Encoded] = []
     for each in inputs:
         content = each.content
         if isinstance(content, str) or (len(content) == 2 and isinstance(content[0], str)):
-            encoded.append(next(found))
+            encoded.append(_marked(next(found), marker, int(special), config.dropped_ids))
         else:
             ids = [token for token in content if isinstance(token, int)]
             check_ids(ids, tokenizer.vocab_size, each.place)
-            check_no_media(ids, tokenizer, each.place)
+            if not each.media:
+                check_no_media(ids, tokenizer, each.place)
             encoded.append(EncodedText(ids))
         if not len(encoded[-1]):
-            _check_filled("", each.place)
+            what = "has no word that the model knows" if isinstance(content, str) else "must not be empty"
+            raise InvalidRequestError(f"{each.place} {what}", each.place)
     return encoded
+
+
+def _marked(encoded: Encoded, marker: int | None, place: int, dropped: frozenset[int]) -> Encoded:
+    """Return a text with the token at `place` that says what it is, and without tokens that the model does not get."""
+    if marker is not None:
+        return MarkedText(encoded, marker, place)
+    if dropped.isdisjoint(encoded.token_ids):
+        return encoded
+    return EncodedText([token for token in encoded.token_ids if token not in dropped])
 
 
 def _check_filled(text: str, place: str) -> None:
@@ -216,11 +280,14 @@ def _check_filled(text: str, place: str) -> None:
         raise InvalidRequestError(f"{place} must not be empty", place)
 
 
-def _fit(encoded: Encoded, limit: int, truncate: Side | None, place: str) -> Encoded:
+def _fit(encoded: Encoded, limit: int, truncate: Side | None, text: TextInput) -> Encoded:
     """Return an input with at most `limit` tokens. Raises ContextLengthError if it would have to be cut and may not."""
-    count = len(encoded)
+    count, place = len(encoded), text.place
     if count <= limit:
         return encoded
+    if text.media:
+        message = f"{place} has {count} tokens with its media, and this model takes {limit} at once: send smaller ones"
+        raise ContextLengthError(message, place, count, limit)
     if truncate is None:
         message = (
             f"{place} has {count} tokens and this model takes {limit} at once: shorten it, or ask for it to be cut "
@@ -249,6 +316,10 @@ def _result_bytes(pooled: PoolInput, options: PoolOptions, config: PoolingConfig
     """Return an upper bound of the size of an input's result. Raises InvalidRequestError if it is too large."""
     values = 2 if options.task == "sparse" else options.dimensions or config.dim
     rows = len(pooled.token_ids) if options.task in ROW_TASKS else 1
+    if config.splade is not None:
+        rows = config.dim
+    elif config.expansion is not None and options.role == "query":
+        rows = max(rows, config.expansion.length)
     size = rows * values * FLOAT_BYTES
     if size > MOST_RESULT_BYTES:
         most = MOST_RESULT_BYTES // (values * FLOAT_BYTES)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import InvalidRequestError
+from paceline.core.media import MediaInput, MediaKind, MediaSpan
 from paceline.core.pooling_config import PoolingConfig
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.services.gateway.http.errors import ContextLengthError
+from paceline.services.gateway.planning import pooling
 from paceline.services.gateway.planning.batch_encoding import longest_first
 from paceline.services.gateway.planning.pool_bundle import PoolInput
 from paceline.services.gateway.planning.pooling import (
@@ -20,6 +22,7 @@ from paceline.services.gateway.planning.pooling import (
     PoolPlan,
     TextInput,
     divide,
+    effort,
     plan_pool,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -101,6 +104,53 @@ def test_of_a_pair_the_longer_text_is_cut_first(model: tuple[PoolingConfig, Toke
     assert [longest_first(*pair, 6) for pair in ((1, 9), (9, 1), (9, 9), (2, 3))] == [(1, 5), (5, 1), (3, 3), (2, 3)]
 
 
+def test_queries_and_documents_have_markers_lengths_and_suffixes(model: tuple[PoolingConfig, Tokenizer]) -> None:
+    changes = {"marker_ids": {"query": 4, "document": 1}, "lengths": {"query": 7}, "query_suffix": " z"}
+    config, tokenizer = dataclasses.replace(model[0], **changes), model[1]  # type: ignore[arg-type]
+
+    def tokens(text: str, **options: Any) -> list[int]:
+        (found,) = ids(planned((config, tokenizer), text, **options))
+        return found
+
+    own = token_ids("a b")
+    assert tokens("a b", role="query", prompt="c ") == [CLS, 4, *token_ids("c a b z")[1:]]
+    assert tokens("a b") == tokens("a b", role="document") == [CLS, 1, *own[1:]]
+    assert tokens("a b", add_special_tokens=False) == [1, *own[1:-1]]
+    with pytest.raises(ContextLengthError, match=r"input\[0\] has 8 tokens and this model takes 7 at once"):
+        tokens("a b c d", role="query")
+    assert tokens("a b c d", role="query", truncate="end") == [CLS, 4, *token_ids("a b c d")[1:]]
+    assert tokens("a b c d") == [CLS, 1, *token_ids("a b c d")[1:]]
+
+
+def test_tables_of_vectors_get_no_special_tokens_and_perhaps_no_unknown_ones(
+    model: tuple[PoolingConfig, Tokenizer],
+) -> None:
+    config, tokenizer = dataclasses.replace(model[0], special_tokens=False, dropped_ids=frozenset({1})), model[1]
+    assert ids(planned((config, tokenizer), "a ? b")) == [token_ids("a b")[1:-1]]
+    with pytest.raises(InvalidRequestError, match=r"input\[0\] has no word that the model knows"):
+        planned((config, tokenizer), "?")
+
+
+def test_an_input_with_an_image_is_a_bundle_of_its_own_and_is_never_cut(model: tuple[PoolingConfig, Tokenizer]) -> None:
+    config, tokenizer = model
+    own = MediaInput(MediaKind.IMAGE, 2, "uint8", (1, 2, 3), bytes(6))
+    span = MediaSpan(1, 2, own.digest, own.kind)
+    page = TextInput([7, 8, 8, 9], "messages", (span,), (own,))
+    inputs = [TextInput("a", "input"), page, page, TextInput("b", "input"), TextInput("c", "input")]
+    plan = plan_pool(inputs, PoolOptions(), config, tokenizer, MAX_TOKENS, workers=1).plan
+    assert [(len(each.pool.inputs), each.media) for each in plan.prompts if each.pool is not None] == [
+        (1, ()),
+        (1, (span,)),
+        (1, (span,)),
+        (2, ()),
+    ]
+    assert plan.prompts[1].inputs == (own,)
+    with pytest.raises(
+        ContextLengthError, match="messages has 4 tokens with its media, and this model takes 3 at once"
+    ):
+        plan_pool([page], PoolOptions(truncate="end", max_tokens=3), config, tokenizer, MAX_TOKENS, workers=1)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -133,3 +183,36 @@ def test_bundles_are_bounded_and_keep_the_order() -> None:
         assert len(bundles) >= workers
     assert len(list(divide(inputs[:5], 4))) == 1
     assert [len(bundle) for bundle in divide([PoolInput([1] * 2 * BUNDLE_TOKENS)] * 2, 1)] == [1, 1]
+
+
+def test_few_characters_are_tokenized_at_once(
+    model: tuple[PoolingConfig, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = model
+    sizes: list[int] = []
+    encode = tokenizer.encode_batch
+
+    def counted(texts: Any, add_special_tokens: bool) -> Any:
+        sizes.append(sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text, _ in texts))
+        return encode(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    contents = ["a " * 9, ("b", "c " * 20), [7, 8], "d " * 30, *["e"] * 40]
+    whole = planned(model, *contents, prompt="q ")
+    assert len(sizes) == 1
+    sizes.clear()
+    monkeypatch.setattr(pooling, "GROUP_CHARACTERS", 50)
+    assert planned(model, *contents, prompt="q ") == whole
+    assert max(sizes) <= len("q " + "d " * 30)
+    assert len(sizes) > 3
+
+
+def test_many_inputs_and_pairs_are_an_effort() -> None:
+    def made(*contents: Any, prompt: str = "") -> int:
+        return effort([TextInput(each, "input") for each in contents], PoolOptions(prompt=prompt))
+
+    assert made("a" * 100) < 200
+    assert made(("a" * 500, "b" * 500)) >= 1000
+    assert made([1] * 1000) >= 1000
+    assert made(*["a"] * 100) >= 2000
+    assert made(*["a"] * 10, prompt="q" * 100) >= 1000

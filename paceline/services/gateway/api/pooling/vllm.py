@@ -9,13 +9,22 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 from paceline.core.pooling import POOL_TASKS, PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
 from paceline.services.gateway.api.pooling.conversations import InputOrMessages
-from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond, written
-from paceline.services.gateway.api.pooling.inputs import choose_model
+from paceline.services.gateway.api.pooling.encoding import (
+    EncodingFields,
+    Values,
+    json_list,
+    json_object,
+    respond,
+    written,
+    written_json,
+)
+from paceline.services.gateway.api.pooling.inputs import choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.gateway import Gateway
@@ -31,6 +40,9 @@ class PoolingRequest(InputOrMessages, EncodingFields):
 
     task: Literal["embed", "classify", "token_embed", "token_classify", "score", "sparse", "plugin"] | None = None
     """What to compute. Default: the first task of the model in PREFERRED."""
+    prompt_name: str | None = None
+    """Name of the model's prompt that stands before each text. "query" also makes the inputs queries, for models whose
+    vectors of tokens differ between queries and documents. Default: no prompt, and documents."""
     dimensions: int | None = Field(None, ge=1)
     """Length to which embeddings are cut."""
     use_activation: bool | None = None
@@ -74,6 +86,8 @@ class VllmPoolingApi:
             dimensions=body.dimensions,
             normalize=body.use_activation if task in ("embed", "token_embed") else None,
             activation=body.use_activation,
+            prompt="" if body.prompt_name is None else prompt_named(model, body.prompt_name, "prompt_name"),
+            role="query" if body.prompt_name == "query" else None,
             add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
@@ -92,11 +106,11 @@ class VllmPoolingApi:
 
         def write() -> Response:
             names = label_names(model, pooled.rows[0])
-            entries = [
+            entries = (
                 {"index": index, "label": names[int(np.argmax(row))], "probs": row.tolist(), "num_classes": row.size}
                 for index, row in enumerate(pooled.rows)
-            ]
-            return json_response({**head, "data": entries})
+            )
+            return written_json(json_object(head, data=json_list(map(to_json, entries))))
 
         return await written(request, pooled.rows, write)
 

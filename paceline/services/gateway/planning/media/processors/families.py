@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.core.model_folder import read_object
 from paceline.services.gateway.planning.media.processors.base import Processor
+from paceline.services.gateway.planning.media.processors.col import read_colpali, read_colqwen2
 from paceline.services.gateway.planning.media.processors.gemma3 import read_gemma3
 from paceline.services.gateway.planning.media.processors.gemma4 import read_gemma4
 from paceline.services.gateway.planning.media.processors.llava import read_llava
@@ -16,6 +17,9 @@ from paceline.services.gateway.planning.media.processors.qwen3_vl import read_qw
 Json = Mapping[str, Any]
 
 FAMILIES: dict[str, Callable[[Json, Json], Processor | None]] = {
+    "ColPaliForRetrieval": read_colpali,
+    "ColQwen2ForRetrieval": read_colqwen2,
+    "ColQwen3_5": read_qwen3_5,
     "Gemma3ForConditionalGeneration": read_gemma3,
     "Gemma4ForConditionalGeneration": read_gemma4,
     "Gemma4UnifiedForConditionalGeneration": read_gemma4,
