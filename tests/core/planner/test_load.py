@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.core.planner.distribution import Distribution
-from paceline.core.planner.load import ClassLoad, LoadSample, Series
+from paceline.core.planner.load import ClassDemand, ClassLoad, LoadSample, Series
 from paceline.core.planner.reports import Traffic
 
 
@@ -66,3 +66,8 @@ def test_chance_is_no_change_of_the_load() -> None:
     assert not samples[0].differs(samples[1], "decode")
     assert samples[0].differs(samples[2], "decode")
     assert samples[2].differs(samples[0], "decode")
+
+
+def test_inputs_of_calls_are_work_for_pool_workers_as_prompts_are_for_prefill_workers() -> None:
+    demand = ClassDemand(2.0, Distribution.of([300.0] * 5), 0.0, Distribution())
+    assert demand.work("pool") == demand.work("prefill") > 500
