@@ -174,5 +174,5 @@ class ProfiledStack:
             return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
 
     def scale(self, targets: dict[str, int] | None = None) -> dict[str, Any]:
-        """Set the numbers of workers by role, and return the state of all roles. None sets nothing."""
+        """Set the number of workers of each role in `targets`, if given, and return the state of all roles."""
         return self._gateway.fetch_fleet("/fleet/scale", targets, seconds=60.0)

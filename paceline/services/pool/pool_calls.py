@@ -20,7 +20,7 @@ from paceline.models.pooling.model import TextRow
 
 @dataclass(slots=True, eq=False)
 class PoolCall:
-    """One call: its inputs, and which of them are not planned yet."""
+    """One call: all its inputs, and the indices of those inputs that no step has taken yet."""
 
     inputs: Sequence[TextRow]
     wish: PoolWish
