@@ -1,7 +1,7 @@
 """`paceline embed`: the vectors of the texts of a file, from a running stack, as a NumPy file.
 
-The vectors are kept beside the output file until all are there. A command that was ended and runs again goes on from
-there, if its input and options are the same.
+The vectors are kept in a folder beside the output file until all are there. A command that was ended and runs again
+goes on from there, if its input and options are the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
+import stat
 import sys
 import time
 import urllib.error
@@ -27,6 +29,7 @@ from numpy.typing import NDArray
 
 from paceline.client import GatewayClient
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.core.private_folder import make_private_folder
 from paceline.core.progress import Progress, StatusLines
 
 REQUEST_SECONDS = 300.0
@@ -123,6 +126,8 @@ def _ask(part: Sequence[tuple[int, str]], gateway: GatewayClient, options: Embed
         advice = "; --truncate cuts long texts" if "tokens and this model takes" in told else ""
         raise InvalidRequestError(told.replace(" (truncate_prompt_tokens: -1)", "") + advice) from error
     rows = [np.frombuffer(base64.b64decode(text), "<f4") for text in answer["embeddings"]["base64"]]
+    if len(rows) != len(part):
+        raise InvalidRequestError(f"the server has sent {len(rows)} vectors for {len(part)} texts")
     return np.stack(rows)
 
 
@@ -149,7 +154,7 @@ def _retry_after(error: Exception) -> float | None:
 
 
 class KeptVectors:
-    """The vectors so far, in a file beside the output file, which replaces the output file in the end.
+    """The vectors so far, in a private folder beside the output file. They replace the output file in the end.
 
     Args:
         digest: digest of all that the vectors depend on. Vectors of an earlier run with another one are not used.
@@ -161,11 +166,13 @@ class KeptVectors:
         self.dim = 0
         self._target = target
         self._total = total
-        self._part = target.with_name(f".{target.name}.part")
-        self._about = target.with_name(f".{target.name}.json")
+        self._folder = target.with_name(f".{target.name}.paceline")
+        self._part = self._folder / "vectors"
+        self._about = self._folder / "about.json"
         self._digest = digest
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
             self._restore()
             self._file = self._part.open("ab")
         except OSError as error:
@@ -194,9 +201,11 @@ class KeptVectors:
     def finish(self) -> None:
         """Write the output file. An existing one is replaced when the new one is complete."""
         self._file.close()
-        new = self._target.with_name(f".{self._target.name}.new")
+        new = self._folder / "new"
         try:
             with new.open("wb") as file, self._part.open("rb") as part:
+                # Only this user can read a file that did not exist.
+                new.chmod(stat.S_IMODE(self._target.stat().st_mode) if self._target.exists() else 0o600)
                 header = {"descr": "<f4", "fortran_order": False, "shape": (self._total, self.dim)}
                 np.lib.format.write_array_header_1_0(file, header)
                 while piece := part.read(1 << 22):
@@ -204,8 +213,7 @@ class KeptVectors:
             new.replace(self._target)
         except OSError as error:
             raise ConfigError(f"cannot write {self._target}: {error}") from error
-        for file_ in (self._part, self._about):
-            file_.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _restore(self) -> None:
         """Take over the vectors of an earlier run, if it had the same input and options."""

@@ -31,6 +31,7 @@ from typing import Any
 from paceline.client import GatewayClient
 from paceline.core.env import child_command
 from paceline.core.errors import ConfigError, InvalidRequestError, UnavailableError
+from paceline.core.private_folder import make_private_folder
 from paceline.models.files.durable import rename_durably
 from paceline.services.gateway.api.batches.batch import ENDPOINTS
 from paceline.services.gateway.api.batches.lines import InvalidLineError, error_line, read_line
@@ -157,7 +158,10 @@ class OutputFile:
                 yield Path(temporary) / "store.db"
             return
         folder = self._file.with_name(f".{self._file.name}.paceline")
-        self._make_private(folder)
+        try:
+            make_private_folder(folder)
+        except OSError as error:
+            raise ConfigError(f"cannot write {self._target}: {error}") from error
         yield folder / "store.db"
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -184,23 +188,6 @@ class OutputFile:
             return self._status is not None and os.path.samestat(self._status, os.fstat(1))
         except OSError:
             return False
-
-    def _make_private(self, folder: Path) -> None:
-        """Make a folder that only this user can read, or check that it is one, because an earlier run has made it.
-
-        The output may be in a folder to which others write, too.
-        """
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            status = folder.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise ConfigError(
-                    f"{folder}, which keeps what is answered, is no folder that only you can read; remove it, or give "
-                    "another output file"
-                ) from None
-        except OSError as error:
-            raise ConfigError(f"cannot write {self._target}: {error}") from error
 
     def _replace(self, content: bytes) -> None:
         """Write the file anew. Only this user can read a file that did not exist."""

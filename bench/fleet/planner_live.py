@@ -35,6 +35,8 @@ from paceline.core.planner.reports import Role
 from paceline.core.step_times import Curve, StepTimes, read_profile
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import connect
+from paceline.services.common.seals import Seal
+from paceline.services.common.secret import Secret
 from paceline.services.common.tasks import end_tasks
 from paceline.services.planner.recording import RecordFile
 from paceline.services.planner.service import PlannerService
@@ -236,7 +238,7 @@ async def measure(
                 def note() -> None:
                     lines.extend(past.line for past in service.report().decisions[-1:] if past.acted)
 
-                facts = planner, platform, client, "bench", UNSIGNED, "planner", DRAIN_SECONDS, kept
+                facts = planner, platform, client, "bench", UNSIGNED, Seal(Secret()), "planner", DRAIN_SECONDS, kept
                 service = PlannerService(*facts, on_decision=note)
                 stop = asyncio.Event()
                 running = asyncio.create_task(service.run(stop))

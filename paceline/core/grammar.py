@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -63,11 +64,12 @@ _DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) 
 _SCHEMA = re.compile(
     r"""
     (?P<other> "(?:\\.|[^"\\\n])*" | /(?!/)(?:\\.|[^/\\])*/ | (?://|\#)[^\n]* )
-    | (?P<json> %json\b \s* ) | (?P<colon> : )
+    | (?P<json> %json\b \s* ) | (?P<colon> : ) | (?P<lark> %lark\b ) | (?P<ignore> %ignore\b )
 """,
     re.VERBOSE | re.DOTALL,
 )
-"""A text, a regular expression or a comment in a grammar, the word %json, or a colon, which every rule has."""
+"""A text, a regular expression or a comment in a grammar, a word for a grammar within it (%json, %lark) or for text
+that may stand anywhere (%ignore), or a colon, which every rule has."""
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z][\w-]*[ \t]*::=", re.MULTILINE)
 """The beginning of a rule in GBNF. Lark has a single colon there, and may have this sign within texts."""
@@ -84,8 +86,7 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
             return _compiled(text).grammar
         if kind is ConstraintKind.GRAMMAR:
             grammar = _in_lark(text)
-            if sum(match["colon"] is not None for match, _ in _parts(grammar)) > _MAX_RULES:
-                raise ConstraintError(f"it has more than {_MAX_RULES} rules; use fewer")
+            _check_parts(Counter(match.lastgroup for match, _ in _parts(grammar)))
             return _with_schemas(grammar) + _NO_FORCING
         if kind is ConstraintKind.ANSWER:
             return _with_schemas(text) + _NO_FORCING
@@ -96,6 +97,18 @@ def grammar_of(kind: ConstraintKind, text: str) -> str:
         return grammar_from(kind.value, text)
     except (ValueError, RecursionError) as error:
         raise ConstraintError(explain(str(error))[:_MESSAGE_CHARACTERS]) from error
+
+
+def _check_parts(parts: Counter[str | None]) -> None:
+    """Raise ConstraintError if the library cannot work with the parts that `_SCHEMA` finds in a grammar."""
+    if parts["colon"] > _MAX_RULES:
+        raise ConstraintError(f"it has more than {_MAX_RULES} rules; use fewer")
+    if parts["ignore"] and (parts["json"] or parts["lark"]):
+        # Where a grammar within it may begin or be left out, the library fails at text that is ignored.
+        raise ConstraintError(
+            "%ignore does not work beside %json or %lark; write where the ignored text may stand, as in "
+            r'start: "a" WS? %json {} with WS: /[ \n]+/'
+        )
 
 
 def expression_of(kind: ConstraintKind, text: str) -> str:

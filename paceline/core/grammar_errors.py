@@ -25,6 +25,8 @@ the user.
 _PLACE = re.compile(r"(?:at )?(\d+)\((\d+)\): ")
 _WRAPPING = re.compile(r'invalid regex ".*" \(in regex\): |lexer error: ', re.DOTALL)
 
+_DEAD_END = rf"NoExtension|{NO_TOKEN}"
+
 _WORDS = tuple(
     (re.compile(pattern, re.DOTALL), words)
     for pattern, words in (
@@ -46,8 +48,9 @@ _WORDS = tuple(
         (r'unknown special token: (".*?")', r"this model has no special token \1; write text in quotes instead"),
         (r"Token range end too large: (\d+)", r"token \1 is out of this model's vocabulary"),
         # While tokens are generated.
+        (r"panic: ", "the library of grammars fails at it; make it simpler, with fewer grammars within grammars"),
         (
-            rf"NoExtension|{NO_TOKEN}",
+            _DEAD_END,
             "nothing may follow here, and the answer may not end either; change it so that every beginning can end",
         ),
         (
@@ -57,6 +60,11 @@ _WORDS = tuple(
         ),
     )
 )
+
+
+def cannot_go_on(message: str) -> bool:
+    """Return whether the library's message says that no token may come next, and not that a limit was exceeded."""
+    return re.search(_DEAD_END, message) is not None
 
 
 def explain(message: str, with_place: bool = True) -> str:

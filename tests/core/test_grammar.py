@@ -13,12 +13,18 @@ from paceline.core.types import ConstraintKind
 JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
 
 
+def _with_properties(count: int, value: object, **fields: object) -> str:
+    return json.dumps({"type": "object", "properties": {f"p{n}": value for n in range(count)}, **fields})
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
         (JSON_SCHEMA, "{}"),
         (JSON_SCHEMA, '{"type": "object"}'),
         (JSON_SCHEMA, '{"type": "object", "properties": {"a": {"$ref": "#"}}}'),
+        (JSON_SCHEMA, _with_properties(2500, {"type": "integer"}, required=["p1200"])),
+        (JSON_SCHEMA, _with_properties(600, {})),
         (JSON_SCHEMA, '{"type": "string", "format": "date-time", "maxLength": 100000}'),
         (REGEX, r"^\d{3}-\d{4}$"),
         (REGEX, ""),
@@ -29,6 +35,7 @@ JSON_SCHEMA, REGEX, CHOICE, GRAMMAR, _ = ConstraintKind
         (GRAMMAR, 'root ::= "a" | [0-9]+ root'),
         (GRAMMAR, 'start: start "a" | "b"'),
         (GRAMMAR, 'start[capture]: "a ::= b" | %json {"enum": ["c ::= d"]}'),
+        (GRAMMAR, 'start: "a" "%json" /%lark/ # %json\n%ignore / +/'),
         (GRAMMAR, '# a comment\nroot ::= item-1+\n\nitem-1::= "a"'),
     ],
 )
@@ -66,6 +73,10 @@ def test_what_can_be_enforced(kind: ConstraintKind, text: str) -> None:
         (GRAMMAR, f'start: %json {{"x-guidance": {{"notation": ["gemma", "{"<" * 17}", ""]}}}}', "no such notation"),
         (GRAMMAR, 'start: %json {"x-guidance": {"notation": ["gemma", "<", ""]}}', "no such notation"),
         (GRAMMAR, 'start: %json {"type": "object", "x-\\u0067uidance": {"opened": true}}', "x-guidance"),
+        (GRAMMAR, 'start: r*\nr: %json {"type": "integer"}\n%ignore / +/', "%ignore does not work beside %json"),
+        (GRAMMAR, 'start: "a" r?\nr: %lark {\nstart: "b"\n%ignore / +/\n}', "%ignore does not work beside"),
+        (JSON_SCHEMA, _with_properties(2001, {"type": "integer"}), "more than 2000 optional properties"),
+        (JSON_SCHEMA, _with_properties(700, {}), "more than 666 with nested values"),
         (GRAMMAR, '{"grammars": [{"lark_grammar": "start: /a+/ /a+/"}]}', "trailing"),
     ],
 )

@@ -9,17 +9,18 @@ it is compiled and while random tokens that its masks allow are written. The exi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -36,7 +37,9 @@ from paceline.services.gateway.planning.constraints.server import TrialLimits, l
 from paceline.services.gateway.planning.constraints.trial import read_outcome, try_constraint
 from paceline.services.gateway.planning.schemas import ChatRequest
 from paceline.services.gateway.planning.tokenizer import Tokenizer
-from tests.fuzz.hostile import Fields, random_fields
+from tests.fuzz.hostile import random_fields
+
+Json = dict[str, Any]
 
 LIMITS = TrialLimits(cpu_seconds=2, memory=256 << 20, seconds=20.0)
 MASK_SECONDS = 0.5
@@ -65,13 +68,16 @@ class Seen:
             return f"a worker needed {self.worker_seconds:.1f} s and {self.bytes >> 20} MiB to compile it"
         if self.mask_seconds > MASK_SECONDS:
             return f"one mask took {self.mask_seconds:.1f} s"
-        if self.outcome == "limit" and self.trial_seconds > LIMITS.cpu_seconds + 0.5:
+        if self.trial_seconds > LIMITS.cpu_seconds + 0.5:
             return f"its trial took {self.trial_seconds:.1f} s"
         return ""
 
 
 class Bench:
-    """Tries constraints for one model, each in a child of this process."""
+    """Tries constraints for one model, in children of this process.
+
+    As at a gateway, a child goes on with the next constraint unless it has reached a limit or has become large.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = Tokenizer(folder)
@@ -79,62 +85,94 @@ class Bench:
         self.forms = choose_forms("hermes", "none", "", vocabulary.added_tokens)
         self._writing = AnswerWriting(self.forms, vocabulary.spelling, vocabulary.spelling, ends)
         self._library = LLTokenizer(str(folder / "tokenizer.json"), eos_token=sorted(ends))
+        self._ends = sorted(ends)
 
-    def run(self, fields: Fields, seed: int) -> Seen:
-        """Return what becomes of the constraint of a chat with these fields."""
+    def run(self, numbers: range) -> Iterator[tuple[int, Seen]]:
+        """Yield the number of each constraint, which is its seed, and what becomes of it."""
+        gc.collect()
+        gc.freeze()
+        left = deque(numbers)
+        while left:
+            ours, theirs = os.pipe()
+            if (pid := os.fork()) == 0:
+                os.close(ours)
+                self._run_child(left, theirs)
+            os.close(theirs)
+            begun: Json = {}
+            with os.fdopen(ours) as file:
+                for line in file:
+                    if "seen" in (told := json.loads(line)):
+                        begun = {}
+                        yield left.popleft(), Seen(**told["seen"])
+                    else:
+                        begun = told
+            _, status, usage = os.wait4(pid, 0)
+            if begun:
+                seconds = usage.ru_utime + usage.ru_stime - begun["at"]
+                own = Seen("limit", seconds) if begun["trial"] else Seen("passed", 0.0, seconds, 0.0, 1 << 40)
+                yield left.popleft(), own
+            elif status:
+                raise RuntimeError(f"a child ended between two constraints, with the status {status}")
+
+    def _run_child(self, numbers: Iterable[int], descriptor: int) -> None:
+        """Try constraints until one has taken much memory. Then end this process."""
+        status = 1
+        try:
+            prepare_for_trials()
+            most = _address_space() + LIMITS.memory // 8
+            with os.fdopen(descriptor, "w", buffering=1) as file:
+                for number in numbers:
+
+                    def begin(is_trial: bool, file: TextIO = file) -> None:
+                        limit_trial(LIMITS if is_trial else TrialLimits(60, 4 << 30, 60.0))
+                        file.write(json.dumps({"trial": is_trial, "at": time.process_time()}) + "\n")
+
+                    seen = self._seen(number, begin)
+                    file.write(json.dumps({"seen": asdict(seen)}) + "\n")
+                    if _address_space() > most:
+                        break
+            status = 0
+        finally:
+            os._exit(status)
+
+    def _seen(self, number: int, begin: Callable[[bool], None]) -> Seen:
+        """Try one constraint. `begin` sets the limits of the trial (True), or of the worker's part."""
+        _, fields = random_fields(random.Random(number))
+        begin(True)
+        started = time.process_time()
         try:
             request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], **fields})
             wanted = chat_fields(request, self.forms, self.tokenizer, "")
             told = None if wanted is None else wanted.wanted().fields
         except (ValidationError, ApiError, PacelineError):
-            return Seen("refused")
+            told = None
         if told is None:
-            return Seen("refused")
-        status, answer, seconds = self._in_child(lambda: try_constraint(told, self._writing, self._library))
-        if status:
-            return Seen("limit", seconds)
+            return Seen("refused", time.process_time() - started)
+        answer = try_constraint(told, self._writing, self._library)
+        seconds = time.process_time() - started
         found = read_outcome(answer, self._writing.end_token_ids)
         if not isinstance(found, Constraint):
             return Seen("refused", seconds)
-        status, answer, _ = self._in_child(lambda: self._follow(found, seed), is_limited=False)
-        own = json.loads(answer) if status == 0 else {"compile": 99.0, "mask": 99.0, "bytes": 1 << 40}
-        return Seen("passed", seconds, own["compile"], own["mask"], own["bytes"])
+        begin(False)
+        return self._follow(found, number, seconds)
 
-    def _in_child(self, work: Callable[[], bytes], is_limited: bool = True) -> tuple[int, bytes, float]:
-        """Return the exit status of a child that does some work, what the work returns, and the child's CPU time."""
-        ours, theirs = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                prepare_for_trials()
-                limit_trial(LIMITS if is_limited else TrialLimits(60, 4 << 30, 60.0))
-                with os.fdopen(theirs, "wb") as file:
-                    file.write(work())
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(theirs)
-        with os.fdopen(ours, "rb") as file:
-            answer = file.read()
-        _, status, usage = os.wait4(pid, 0)
-        return status, answer, usage.ru_utime + usage.ru_stime
-
-    def _follow(self, constraint: Constraint, seed: int) -> bytes:
-        """Compile a constraint as a worker does, write random tokens under it, and return what this took as JSON."""
-        memory, begun = _memory(), time.process_time()
+    def _follow(self, constraint: Constraint, seed: int, trial_seconds: float) -> Seen:
+        """Compile a constraint as a worker does, and write random tokens under it."""
+        memory, begun = _reset_peak(), time.process_time()
         start = compile_grammar(constraint.grammar, self._library, constraint.kind)
         compiled = time.process_time() - begun
         slowest = max(self._masks(start.deep_copy(), seed), default=0.0)
-        return json.dumps({"compile": compiled, "mask": slowest, "bytes": _memory() - memory}).encode()
+        return Seen("passed", trial_seconds, compiled, slowest, _status("VmHWM") - memory)
 
     def _masks(self, matcher: LLMatcher, seed: int) -> Iterator[float]:
         """Yield the CPU time of each mask, with the token that is written after it."""
-        rng, ends = np.random.default_rng(seed), sorted(self._writing.end_token_ids)
+        rng = np.random.default_rng(seed)
         for _ in range(_TOKENS):
             begun = time.process_time()
-            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-            allowed = np.setdiff1d(np.flatnonzero(np.unpackbits(mask, bitorder="little")), ends)
+            mask = matcher.compute_bitmask()
+            bits = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little")
+            bits[self._ends] = 0
+            allowed = np.flatnonzero(bits)
             if not matcher.is_error() and len(allowed):
                 matcher.consume_token(int(rng.choice(allowed)))
             yield time.process_time() - begun
@@ -142,9 +180,20 @@ class Bench:
                 return
 
 
-def _memory() -> int:
-    """Return the most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _status(name: str) -> int:
+    """Return a figure of this process's memory in bytes."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(f"{name}:")[2].split()[0]) << 10
+
+
+def _reset_peak() -> int:
+    """Let the peak of this process's memory begin anew, and return its memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def _address_space() -> int:
+    return _status("VmSize")
 
 
 def main() -> int:
@@ -157,9 +206,8 @@ def main() -> int:
     outcomes: Counter[tuple[str, str]] = Counter()
     worst = Seen("passed")
     wrong = 0
-    for number in range(args.first, args.first + args.count):
+    for number, seen in bench.run(range(args.first, args.first + args.count)):
         form, fields = random_fields(random.Random(number))
-        seen = bench.run(fields, number)
         outcomes[form, seen.outcome] += 1
         worst = Seen(
             "passed",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
+from paceline.core.adapters import adapter_folders
 from paceline.core.config.http import HttpOptions
 from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
 from paceline.core.options import Size, option
@@ -74,6 +77,18 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         '{"pooling_type": "LAST", "normalize": true}. pooling_type: LAST, MEAN or CLS',
         "model",
     )
+    enable_lora: bool = option(
+        False,
+        "requests may name adapters (LoRA), which gateways and workers read from folders that PEFT has written "
+        "(docs/adapters.md)",
+        "model",
+    )
+    lora_modules: str = option(
+        "",
+        "adapters by name: NAME=FOLDER,OTHER=FOLDER, or JSON objects with name and path. A request names an adapter as "
+        "its model",
+        "model",
+    )
     max_logprobs: int = option(
         20,
         "most tokens for which a request may want logprobs at each position; -1 allows the whole vocabulary",
@@ -134,7 +149,9 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     stored_files: int = option(
         1000, "files that each API key may have; an upload that is one too many is refused", "store", at_least=1
     )
-    stored_files_size: Size = option("2GiB", "size of all files that each API key may have", "store")
+    stored_files_size: Size = option(
+        "2GiB", "size of all files that each API key may have, and of the answers of one batch", "store"
+    )
     stored_files_seconds: float = option(
         30 * 86400.0,
         "a file that does not say when it expires is deleted after this many seconds, and a batch this many seconds "
@@ -286,3 +303,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "limits",
         at_least=1,
     )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> GatewayConfig:
+        adapter_folders(self)
+        return self

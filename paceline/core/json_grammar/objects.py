@@ -8,6 +8,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from paceline.core.errors import ConstraintError
 from paceline.core.json_grammar.builder import Builder, Scalars
 from paceline.core.json_grammar.conjunctions import Facts
 from paceline.core.json_grammar.facts import least_and_most, pattern_terminals, values_of
@@ -21,6 +22,9 @@ _MAX_COUNTED = 200
 """Largest number of properties of an object whose members are counted, for `minProperties` and `maxProperties`."""
 _MAX_COUNT = 50
 """Largest limit on the number of properties that is enforced by counting."""
+_MAX_OPTIONAL, _NESTED_SIZE = 2_000, 3
+"""Largest number of optional properties between two required ones, and as how many one with a nested value counts.
+Masks for more exceed the limits of the library, which would be noticed in the middle of an answer."""
 _OVERLAPPING = 3
 """Largest number of name patterns that may overlap, because each subset of them is a case of its own."""
 
@@ -81,8 +85,24 @@ def _some(builder: Builder, members: Sequence[Any]) -> Sequence[Element]:
     """Return elements for members in their order. Members that are not required may be left out."""
     if not members:
         return ()
+    _check_optional(members)
     _, first, may_be_empty = _range(builder, members, 0, len(members))
     return (Repeat((first,), 0 if may_be_empty else 1, 1),)
+
+
+def _check_optional(members: Sequence[Any]) -> None:
+    """Raise ConstraintError if too many properties may come next at some place."""
+    size = 0
+    for member in members:
+        is_required = not isinstance(member, _Tail) and member[1]
+        is_nested = not isinstance(member, _Tail) and isinstance(member[0][-1], Rule)
+        size = 0 if is_required else size + (_NESTED_SIZE if is_nested else 1)
+        if size > _MAX_OPTIONAL:
+            raise ConstraintError(
+                f"an object has more than {_MAX_OPTIONAL} optional properties one after the other, or more than "
+                f"{_MAX_OPTIONAL // _NESTED_SIZE} with nested values or values of any kind; make some of them "
+                "required, or put them into objects"
+            )
 
 
 def _range(builder: Builder, members: Sequence[Any], begin: int, end: int) -> tuple[Element, Element, bool]:

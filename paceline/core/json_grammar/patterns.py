@@ -73,6 +73,16 @@ class _Way:
     """The expressions of the look-aheads, each with True if the whole text must match it, or False if it must not."""
 
 
+def _least(atoms: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return atoms, with their quantifiers, that are repeated as seldom as they may be."""
+    found = []
+    for text, times in atoms:
+        low = int(times[1:-1].partition(",")[0]) if times.startswith("{") else int(times in ("", "+"))
+        if low:
+            found.append((text, "" if low == 1 else f"{{{low}}}"))
+    return found
+
+
 def _joined(ways: Iterable[str]) -> str:
     texts = list(ways)
     return texts[0] if len(texts) == 1 else "(" + "|".join(texts) + ")"
@@ -105,7 +115,7 @@ class _Reader(CharacterReader):
         looks = []
         while starts and self._text.startswith(("(?=", "(?!"), self._at):
             looks.append(self._look())
-        atoms: list[str] = []
+        atoms: list[tuple[str, str]] = []
         ends = False
         inner: list[_Way] = []
         while not self.at_end() and self._text[self._at] not in "|)":
@@ -125,7 +135,13 @@ class _Reader(CharacterReader):
             if looks:
                 raise UnsupportedPatternError("look-ahead before alternatives with anchors")
             return [_Way(way.text, way.starts or starts, way.ends or ends, way.looks) for way in inner]
-        return [_Way("".join(atoms), starts, ends, looks)]
+        if self._depth == 1:
+            # Any text may stand before and after it, so fewer states say the same.
+            if not ends:
+                atoms[-1:] = _least(atoms[-1:])
+            if not starts:
+                atoms[:1] = _least(atoms[:1])
+        return [_Way("".join(text + times for text, times in atoms), starts, ends, looks)]
 
     def _look(self) -> tuple[str, bool]:
         is_wanted = self._text[self._at + 2] == "="
@@ -146,8 +162,8 @@ class _Reader(CharacterReader):
             found = True
         return found
 
-    def _atom(self) -> str | list[_Way]:
-        """Read an atom with its quantifier. Return alternatives instead if it is a group that has anchors."""
+    def _atom(self) -> tuple[str, str] | list[_Way]:
+        """Read an atom and its quantifier. Return alternatives instead if it is a group that has anchors."""
         mark = self._text[self._at]
         self._at += 1
         if mark == "(":
@@ -165,7 +181,7 @@ class _Reader(CharacterReader):
             raise PatternError("repetition operator missing expression")
         else:
             text = self._set(((ord(mark), ord(mark)),))
-        return text + self._quantifier()
+        return text, self._quantifier()
 
     def _quantifier(self) -> str:
         if self.at_end():

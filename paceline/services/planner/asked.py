@@ -4,13 +4,14 @@ knows them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Collection, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from redis.asyncio import Redis
 
 from paceline.core.planner.reports import ROLES, Role
 from paceline.services.common.pins import is_count
+from paceline.services.common.seals import Seal, read_values
 from paceline.services.platforms.platform import PlatformState
 
 KEPT_SECONDS = 3600.0
@@ -29,9 +30,10 @@ class Changes(NamedTuple):
 class Asked:
     """The numbers of workers that planners have asked for. All other numbers were set by a person."""
 
-    def __init__(self, client: Redis, cluster: str) -> None:
+    def __init__(self, client: Redis, cluster: str, seal: Seal) -> None:
         self._client = client
-        self._key = f"paceline:{cluster}:planner:asked"
+        self._cluster = cluster
+        self._seal = seal
         self._numbers: dict[Role, set[int]] = {}
         """Numbers of workers that may be the platform's targets, by role. After a failed call, the target may be the
         old or the new number.
@@ -44,10 +46,12 @@ class Asked:
 
         Returns whether Redis had any numbers; it has none before the first decision, or after it has lost its data.
         """
-        found = await cast(Awaitable[dict[bytes, bytes]], self._client.hgetall(self._key))
-        lists = {role: found.get(role.encode(), b"").split(b",") for role in ROLES}
-        numbers = {role: {int(each) for each in lists[role] if is_count(each)} for role in ROLES}
-        self._numbers = {role: counts for role, counts in numbers.items() if counts}
+        keys = [asked_key(self._cluster, "numbers", role) for role in ROLES]
+        self._numbers = {}
+        for role, key, sealed in zip(ROLES, keys, await read_values(self._client, keys), strict=True):
+            opened = self._seal.open(key, sealed)
+            if opened and (counts := {int(each) for each in opened.value.split(b",") if is_count(each)}):
+                self._numbers[role] = counts
         return bool(self._numbers)
 
     async def note(self, before: Mapping[Role, int], after: Mapping[Role, int], pinned: Collection[Role]) -> None:
@@ -60,13 +64,14 @@ class Asked:
         """
         for role, count in after.items():
             self._numbers[role] = self._numbers.get(role, set()) | {before.get(role, 0), count}
-        numbers: dict[Any, Any] = {role: ",".join(map(str, sorted(counts))) for role, counts in self._numbers.items()}
         async with self._client.pipeline(transaction=False) as pipeline:
-            pipeline.hset(self._key, mapping=numbers)
+            for role, counts in self._numbers.items():
+                key = asked_key(self._cluster, "numbers", role)
+                pipeline.set(key, self._seal.close(key, ",".join(map(str, sorted(counts))).encode()))
             for role, count in after.items():
                 if role not in pinned and count != before.get(role, 0):
-                    name = "grown" if count > before.get(role, 0) else "shrunk"
-                    pipeline.set(f"{self._key}:{name}:{role}", 1, px=int(KEPT_SECONDS * 1000))
+                    key = asked_key(self._cluster, "grown" if count > before.get(role, 0) else "shrunk", role)
+                    pipeline.set(key, self._seal.close(key, b""), px=int(KEPT_SECONDS * 1000))
             await pipeline.execute()
 
     def edits(self, state: PlatformState) -> dict[Role, int]:
@@ -85,10 +90,17 @@ class Asked:
 
     async def changes(self) -> dict[Role, Changes]:
         """Return, for each role, the seconds since planners last changed its number of workers. Raises RedisError."""
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for role in ROLES:
-                pipeline.pttl(f"{self._key}:grown:{role}")
-                pipeline.pttl(f"{self._key}:shrunk:{role}")
-            left: list[int] = await pipeline.execute()
-        ages = [KEPT_SECONDS - milliseconds / 1000 if milliseconds > 0 else None for milliseconds in left]
+        keys = [asked_key(self._cluster, name, role) for role in ROLES for name in Changes._fields]
+        ages: list[float | None] = []
+        for key, sealed in zip(keys, await read_values(self._client, keys), strict=True):
+            opened = self._seal.open(key, sealed)
+            age = None if opened is None else max(0.0, opened.age_seconds)
+            ages.append(age if age is not None and age < KEPT_SECONDS else None)
         return {role: Changes(*ages[2 * place : 2 * place + 2]) for place, role in enumerate(ROLES)}
+
+
+def asked_key(cluster: str, what: str, role: Role) -> str:
+    """Return the Redis key of the numbers that planners have asked for (`what` is "numbers"), or of the time at which
+    they last changed a role ("grown", "shrunk").
+    """
+    return f"paceline:{cluster}:planner:{what}:{role}"

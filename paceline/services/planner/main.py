@@ -20,6 +20,7 @@ from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.common.registry import Member, Registrar, connect, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.seals import Seal
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.role_teller import RoleTeller
 from paceline.services.planner.service import PlannerService
@@ -55,6 +56,7 @@ async def run(config: PlannerConfig) -> None:
             client,
             config.cluster,
             signatures,
+            Seal(credentials.secret),
             name,
             config.drain_seconds,
             record,

@@ -25,6 +25,7 @@ from paceline.proto.fleet_pb2 import Decided, PlanReport
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.pins import Pins
 from paceline.services.common.registry import read_ages, read_members
+from paceline.services.common.seals import Seal
 from paceline.services.planner.asked import Asked
 from paceline.services.planner.lease import LeaderLease
 from paceline.services.planner.metrics import PlannerMetrics
@@ -65,6 +66,7 @@ class PlannerService:
 
     Args:
         platform: starts and stops the workers.
+        seal: seals what planners and gateways write to Redis for planners.
         name: name of this planner, unique among all planners that ever run.
         drain_seconds: the longest time that a worker drains. It also is the estimated time until the planner has seen a
             drain.
@@ -79,6 +81,7 @@ class PlannerService:
         client: Redis,
         cluster: str,
         signatures: MemberSignatures,
+        seal: Seal,
         name: str,
         drain_seconds: float = 30.0,
         record: RecordFile | None = None,
@@ -94,10 +97,10 @@ class PlannerService:
         self._signatures = signatures
         self._record = record
         self._clock = clock
-        self._lease = LeaderLease(client, cluster, name)
-        self._pins = Pins(client, cluster)
+        self._lease = LeaderLease(client, cluster, seal, name)
+        self._pins = Pins(client, cluster, seal)
         self._builder = ReportBuilder(drain_seconds=drain_seconds)
-        self._asked = Asked(client, cluster)
+        self._asked = Asked(client, cluster, seal)
         self._past: deque[_Past] = deque(maxlen=KEPT)
         self._next = 0.0
         """Time at which the next decision is due, on the clock."""
@@ -174,7 +177,7 @@ class PlannerService:
         if self._lease.is_held:
             await self._note_edits(state)
         await self._pins.read()
-        pinned = dict(self._pins.now)
+        pinned = self._pins.now
         changes = await self._asked.changes()
         report = self._builder.report(now, state, pinned, self._platform.abilities, changes)
         if self._lease.is_held:

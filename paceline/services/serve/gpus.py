@@ -33,7 +33,7 @@ def default_budget(config: ServeConfig, gpus: int, roles: Sequence[str] = ("pref
     Args:
         roles: the roles of workers that the model may have.
     """
-    values = config.model_dump()
+    values: dict[str, int] = config.model_dump()
     return max(gpus, sum(values[f"{role}_devices"] * max(values[role], values[f"least_{role}"]) for role in roles))
 
 

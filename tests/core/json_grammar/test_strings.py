@@ -169,3 +169,23 @@ def test_patterns_that_cannot_be_read(pattern: str) -> None:
 def test_patterns_that_no_grammar_can_enforce(pattern: str) -> None:
     with pytest.raises(UnsupportedPatternError):
         translated(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a{2,4}", "b*", "a+b{1,3}", "^a{1,2}", "a{2,3}$", "(ab){2,5}|c{3,}", "a?b?", "[ab]{0,9}c{0,2}", "(a|b){2}c+", ""],
+)
+@given(st.text("abc", max_size=7))
+def test_repetitions_at_the_ends_of_a_pattern(pattern: str, text: str) -> None:
+    found = re.search(pattern, text) is not None
+    assert accepts({"type": "string", "pattern": pattern}, json.dumps(text)) == [found]
+
+
+def test_counts_beside_free_text_cost_nothing() -> None:
+    assert translated("a{3,90}b{0,9}").wanted == translated("a{3}").wanted
+    assert translated("^a{3,90}").wanted == translated("^a{3}").wanted
+    assert translated("^a{3,90}$").wanted != translated("^a{3}$").wanted
+    matcher = matcher_of({"type": "string", "pattern": r"[\p{L}\p{N}]{1,64}"})
+    for byte in ('"' + "жé1" * 30).encode():
+        matcher.compute_bitmask()
+        assert matcher.consume_token(byte), matcher.get_error()

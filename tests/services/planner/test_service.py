@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
@@ -22,14 +23,17 @@ from paceline.core.planner.reports import Report, Role
 from paceline.core.request_classes import read_classes
 from paceline.proto.fleet_pb2 import ClassTraffic, TrafficReport, WorkReport
 from paceline.services.common.member_signatures import UNSIGNED, MemberSignatures
-from paceline.services.common.pins import release_pins, write_pins
+from paceline.services.common.pins import pin_key, write_pins
 from paceline.services.common.registry import Member, Registrar, connect, write_member
+from paceline.services.common.seals import Seal
 from paceline.services.common.secret import Secret
-from paceline.services.planner.lease import LeaderLease
+from paceline.services.planner.asked import asked_key
+from paceline.services.planner.lease import LeaderLease, lease_key
 from paceline.services.planner.recording import RecordFile, replay_file
 from paceline.services.planner.service import HANDOVER_SECONDS, PlannerService
 from paceline.services.platforms.platform import Ability, PlatformRole, PlatformState
 
+SEAL = Seal(Secret("the secret of this cluster"))
 OBJECTIVES = Objectives(roles={"decode": RoleLimits(0, 4)}, fast_seconds=1.0)
 
 
@@ -97,7 +101,11 @@ class Bench:
     def planner(self, name: str = "one", platform: ToyPlatform | None = None) -> tuple[PlannerService, Wishes]:
         wishes = Wishes()
         place = platform or self.platform
-        return PlannerService(wishes, place, self.client, self.cluster, UNSIGNED, name, clock=lambda: self.now), wishes
+        facts = wishes, place, self.client, self.cluster, UNSIGNED, SEAL, name
+        return PlannerService(*facts, clock=lambda: self.now), wishes
+
+    async def pin(self, count: int | None) -> None:
+        await write_pins(self.client, self.cluster, SEAL, {"decode": count})
 
     async def tick(self, *services: PlannerService) -> None:
         self.now += OBJECTIVES.fast_seconds
@@ -139,7 +147,8 @@ async def test_what_others_write_to_redis_is_in_no_report(bench: Bench) -> None:
         MemberSignatures(Secret(f"the secret of {whose}"), bench.cluster) for whose in ("us", "another cluster")
     )
     wishes = Wishes()
-    service = PlannerService(wishes, bench.platform, bench.client, bench.cluster, ours, "one", clock=lambda: bench.now)
+    facts = wishes, bench.platform, bench.client, bench.cluster, ours, SEAL, "one"
+    service = PlannerService(*facts, clock=lambda: bench.now)
     traffic = TrafficReport(seconds=5, classes=[ClassTraffic(name="default", waiting=1000)])
     for name, signatures in (("ours", ours), ("forged", theirs), ("unsigned", UNSIGNED)):
         await write_member(bench.client, bench.cluster, Member(name, "gateway", 1, "", "", traffic=traffic), signatures)
@@ -148,8 +157,9 @@ async def test_what_others_write_to_redis_is_in_no_report(bench: Bench) -> None:
 
 
 async def test_numbers_in_redis_that_are_none_do_not_stop_a_planner(bench: Bench) -> None:
-    key = f"paceline:{bench.cluster}:planner:asked"
-    await bench.client.hset(key, mapping={"decode": b"1,\xff,-2,1e9,,12345678", "prefill": b"x"})
+    for role, numbers in (("decode", b"1,\xff,-2,1e9,,12345678"), ("prefill", b"x")):
+        key = asked_key(bench.cluster, "numbers", role)
+        await bench.client.set(key, SEAL.close(key, numbers))
     service, wishes = bench.planner()
     wishes.next = [3]
     await bench.tick(service)
@@ -190,7 +200,7 @@ async def test_a_planner_takes_over_although_redis_fails_at_first(
 
 
 async def test_a_lease_ends_for_its_holder_before_another_one_can_take_it(bench: Bench) -> None:
-    one, other = LeaderLease(bench.client, bench.cluster, "one"), LeaderLease(bench.client, bench.cluster, "other")
+    one, other = (LeaderLease(bench.client, bench.cluster, SEAL, name) for name in ("one", "other"))
     assert await one.renew()
     assert not await other.renew()
     assert await one.renew()
@@ -202,17 +212,81 @@ async def test_a_lease_ends_for_its_holder_before_another_one_can_take_it(bench:
     assert await other.renew()
 
 
+async def test_whoever_can_write_to_redis_keeps_no_planner_waiting(bench: Bench) -> None:
+    key, other = lease_key(bench.cluster), Seal(Secret("the secret of others"))
+    planner = LeaderLease(bench.client, bench.cluster, SEAL, "one")
+    for forged in (b"evil", other.close(key, b"evil"), SEAL.close("elsewhere", b"evil")):
+        await bench.client.set(key, forged)
+        assert await planner.renew(), forged
+        await planner.release()
+    await bench.client.hset(key, "a", "b")
+    assert await planner.renew()
+
+
+async def test_a_lease_that_was_written_back_ends_all_the_same(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = (LeaderLease(bench.client, bench.cluster, SEAL, name) for name in ("one", "other"))
+    assert await one.renew()
+    await bench.client.persist(lease_key(bench.cluster))
+    assert not await other.renew()
+    later = time.time_ns() + int(60e9)
+    monkeypatch.setattr(time, "time_ns", lambda: later)
+    assert await other.renew()
+
+
+async def test_whoever_can_write_to_redis_sets_no_number_of_workers(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    key, other = pin_key(bench.cluster, "decode"), Seal(Secret("the secret of others"))
+    await bench.pin(4)
+    earlier = await bench.client.get(key)
+    await bench.pin(3)
+    await bench.tick(service)
+    elsewhere = SEAL.close(pin_key(bench.cluster, "prefill"), b"1")
+    for forged in (b"1", b"released", other.close(key, b"1"), elsewhere, earlier):
+        await bench.client.set(key, forged)
+        await bench.tick(service)
+        assert (bench.platform.decode, dict(service.report().pinned)) == (3, {"decode": 3}), forged
+        assert await bench.client.get(key) != forged
+    # The numbers that planners have asked for are no others' either: these would pass for a person's edit.
+    await bench.pin(None)
+    wishes.next = [2]
+    await bench.tick(service)
+    for role in ("decode", "prefill"):
+        await bench.client.set(asked_key(bench.cluster, "numbers", role), b"9")
+        await bench.client.set(asked_key(bench.cluster, "grown", role), b"1", px=3_600_000)
+    await service._lease.release()
+    successor, reports = bench.planner("two")
+    await bench.tick(successor)
+    bench.now += HANDOVER_SECONDS
+    await bench.tick(successor)
+    assert (bench.platform.decode, dict(successor.report().pinned)) == (2, {})
+    assert reports.reports[-1].roles["decode"].grown_seconds is None
+
+
+async def test_a_gateway_whose_clock_is_behind_sets_a_number_after_another_one(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, _ = bench.planner()
+    await bench.pin(3)
+    await bench.tick(service)
+    behind = time.time_ns() - int(20e9)
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "time_ns", lambda: behind)
+        await bench.pin(2)
+    await bench.tick(service)
+    assert dict(service.report().pinned) == {"decode": 2}
+
+
 async def test_a_persons_number_stays_until_it_is_released(bench: Bench) -> None:
     service, wishes = bench.planner()
     await bench.tick(service)
-    await write_pins(bench.client, bench.cluster, {"decode": 3})
+    await bench.pin(3)
     wishes.next = [1, 1]
     await bench.tick(service)
-    await bench.client.delete(f"paceline:{bench.cluster}:pins")
+    await bench.client.delete(pin_key(bench.cluster, "decode"))
     await bench.tick(service)
     assert bench.platform.decode == 3
     assert dict(service.report().pinned) == {"decode": 3}
-    await release_pins(bench.client, bench.cluster, ["decode"])
+    await bench.pin(None)
     await bench.tick(service)
     assert bench.platform.decode == 1
     assert not service.report().pinned
@@ -231,14 +305,14 @@ async def test_an_edit_at_the_platform_is_a_persons_number_too(bench: Bench) -> 
 
 async def test_the_newest_of_a_persons_numbers_counts_wherever_it_was_set(bench: Bench) -> None:
     service, _ = bench.planner()
-    await write_pins(bench.client, bench.cluster, {"decode": 3})
+    await bench.pin(3)
     await bench.tick(service)
     bench.platform.decode = 4
     await bench.tick(service)
     await bench.tick(service)
     assert (bench.platform.decode, dict(service.report().pinned)) == (4, {"decode": 4})
     bench.platform.decode = 2
-    await write_pins(bench.client, bench.cluster, {"decode": 1})
+    await bench.pin(1)
     await bench.tick(service)
     assert (bench.platform.decode, dict(service.report().pinned)) == (1, {"decode": 1})
 
@@ -359,7 +433,7 @@ def records(folder: Path) -> list[Path]:
 async def test_a_record_replays_to_the_same_decisions(bench: Bench, tmp_path: Path) -> None:
     planner = Planner(OBJECTIVES)
     record = RecordFile(tmp_path / "record", 2000, planner)
-    facts = planner, bench.platform, bench.client, bench.cluster, UNSIGNED, "one"
+    facts = planner, bench.platform, bench.client, bench.cluster, UNSIGNED, SEAL, "one"
     service = PlannerService(*facts, record=record, clock=lambda: bench.now)
     for _ in range(6):
         await bench.tick(service)

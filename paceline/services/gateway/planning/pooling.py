@@ -30,6 +30,10 @@ a small model, and a lost worker loses no more."""
 LEAST_BUNDLE_TOKENS = 1024
 """Number of tokens up to which a request is not divided among workers, because a call has a cost of its own."""
 BUNDLE_INPUTS = 512
+GROUP_CHARACTERS = 256 << 10
+"""Number of characters of texts that are tokenized together, unless a single text has more."""
+INPUT_CHARACTERS = 20
+"""Number of characters whose tokenization takes as long as all else that is done for an input."""
 MOST_RESULT_BYTES = 48 << 20
 """Largest size of the result of one input, in bytes: it must fit into one message."""
 
@@ -109,21 +113,18 @@ def plan_pool(
     """
     if options.dimensions is not None:
         config.check_dimensions(options.dimensions)
-    encoded = _encode(inputs, options, config, tokenizer)
     most = min(max_tokens, config.limit(options.role))
     limit = most if options.max_tokens is None else min(options.max_tokens, most)
-    fitted = [_fit(own, limit, options.truncate, text) for text, own in zip(inputs, encoded, strict=True)]
     kept = _prompt_tokens(options, config, tokenizer)
-    pooled = [
-        PoolInput(
-            own.token_ids,
-            own.second_start,
-            0 if isinstance(text.content, list) else min(kept, len(own)),
-            text.media,
-            text.encoder_inputs,
-        )
-        for text, own in zip(inputs, fitted, strict=True)
-    ]
+    pooled: list[PoolInput] = []
+    cut_tokens: list[int] = []
+    for group in _groups(inputs, len(options.prompt)):
+        for text, own in zip(group, _encode(group, options, config, tokenizer), strict=True):
+            fitted = _fit(own, limit, options.truncate, text)
+            prompt = 0 if isinstance(text.content, list) else min(kept, len(fitted))
+            ids, second = fitted.token_ids, fitted.second_start
+            pooled.append(PoolInput(ids, second, prompt, text.media, text.encoder_inputs))
+            cut_tokens.append(len(own) - len(fitted))
     wish = PoolWish(options.task, options.dimensions, options.normalize, options.activation, options.role)
     bundles = [PoolBundle(wish, part) for part in divide(pooled, workers)]
     sizes = [_result_bytes(own, options, config, text.place) for text, own in zip(inputs, pooled, strict=True)]
@@ -131,9 +132,41 @@ def plan_pool(
         plan=_plan(bundles, options),
         places=[each.place for each in inputs],
         token_ids=[each.token_ids for each in pooled],
-        cut_tokens=[len(before) - len(after) for before, after in zip(encoded, fitted, strict=True)],
+        cut_tokens=cut_tokens,
         result_bytes=sum(sizes),
     )
+
+
+def characters(content: Content) -> int:
+    """Return the number of characters of a text or of both texts of a pair, or of token ids."""
+    if isinstance(content, tuple) and isinstance(content[0], str):
+        return sum(map(len, content))
+    return len(content)
+
+
+def effort(inputs: Sequence[TextInput], options: PoolOptions) -> int:
+    """Return the number of characters whose tokenization takes as long as the plan of a request."""
+    each_more = len(options.prompt) + INPUT_CHARACTERS
+    return sum(characters(each.content) + each_more for each in inputs)
+
+
+def _groups(inputs: Sequence[TextInput], prompt: int) -> Iterator[list[TextInput]]:
+    """Yield inputs that are tokenized together, in order. While a text is tokenized, each token takes a hundred bytes.
+
+    Args:
+        prompt: number of characters that stand before each text.
+    """
+    group: list[TextInput] = []
+    size = 0
+    for each in inputs:
+        own = characters(each.content) + prompt
+        if group and size + own > GROUP_CHARACTERS:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += own
+    if group:
+        yield group
 
 
 def join_plans(plans: Sequence[PoolPlan]) -> PoolPlan:

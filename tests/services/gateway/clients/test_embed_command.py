@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_vectors_of_another_run_are_not_used(tmp_path: Path) -> None:
     target = tmp_path / "vectors.npy"
     with KeptVectors(target, "one", 3) as kept:
         kept.add(np.ones((2, 4), np.float32))
-    with (tmp_path / ".vectors.npy.part").open("ab") as part:
+    with (tmp_path / ".vectors.npy.paceline" / "vectors").open("ab") as part:
         part.write(b"half")
     with KeptVectors(target, "one", 3) as kept:
         assert (kept.count, kept.dim) == (2, 4)
@@ -83,6 +84,26 @@ def test_vectors_of_another_run_are_not_used(tmp_path: Path) -> None:
         kept.add(np.ones((1, 4), np.float32))
     with KeptVectors(target, "another", 3) as kept:
         assert (kept.count, kept.dim) == (0, 0)
+
+
+def test_nobody_else_reads_the_vectors_or_chooses_where_they_are_kept(tmp_path: Path) -> None:
+    target, folder = tmp_path / "vectors.npy", tmp_path / ".vectors.npy.paceline"
+    with KeptVectors(target, "one", 1) as kept:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        kept.add(np.ones((1, 4), np.float32))
+        kept.finish()
+    assert not folder.exists()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o600
+    target.chmod(0o640)
+    with KeptVectors(target, "one", 1) as kept:
+        kept.add(np.ones((1, 4), np.float32))
+        kept.finish()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o640
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="only you can read"):
+        KeptVectors(target, "one", 1)
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 @pytest.mark.parametrize(

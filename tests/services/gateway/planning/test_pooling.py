@@ -13,6 +13,7 @@ from paceline.core.media import MediaInput, MediaKind, MediaSpan
 from paceline.core.pooling_config import PoolingConfig
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.services.gateway.http.errors import ContextLengthError
+from paceline.services.gateway.planning import pooling
 from paceline.services.gateway.planning.batch_encoding import longest_first
 from paceline.services.gateway.planning.pool_bundle import PoolInput
 from paceline.services.gateway.planning.pooling import (
@@ -21,6 +22,7 @@ from paceline.services.gateway.planning.pooling import (
     PoolPlan,
     TextInput,
     divide,
+    effort,
     plan_pool,
 )
 from paceline.services.gateway.planning.tokenizer import Tokenizer
@@ -181,3 +183,36 @@ def test_bundles_are_bounded_and_keep_the_order() -> None:
         assert len(bundles) >= workers
     assert len(list(divide(inputs[:5], 4))) == 1
     assert [len(bundle) for bundle in divide([PoolInput([1] * 2 * BUNDLE_TOKENS)] * 2, 1)] == [1, 1]
+
+
+def test_few_characters_are_tokenized_at_once(
+    model: tuple[PoolingConfig, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, tokenizer = model
+    sizes: list[int] = []
+    encode = tokenizer.encode_batch
+
+    def counted(texts: Any, add_special_tokens: bool) -> Any:
+        sizes.append(sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text, _ in texts))
+        return encode(texts, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    contents = ["a " * 9, ("b", "c " * 20), [7, 8], "d " * 30, *["e"] * 40]
+    whole = planned(model, *contents, prompt="q ")
+    assert len(sizes) == 1
+    sizes.clear()
+    monkeypatch.setattr(pooling, "GROUP_CHARACTERS", 50)
+    assert planned(model, *contents, prompt="q ") == whole
+    assert max(sizes) <= len("q " + "d " * 30)
+    assert len(sizes) > 3
+
+
+def test_many_inputs_and_pairs_are_an_effort() -> None:
+    def made(*contents: Any, prompt: str = "") -> int:
+        return effort([TextInput(each, "input") for each in contents], PoolOptions(prompt=prompt))
+
+    assert made("a" * 100) < 200
+    assert made(("a" * 500, "b" * 500)) >= 1000
+    assert made([1] * 1000) >= 1000
+    assert made(*["a"] * 100) >= 2000
+    assert made(*["a"] * 10, prompt="q" * 100) >= 1000

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
@@ -37,6 +38,12 @@ GATE_SECONDS = 0.25
 """Time between two looks at a gate that is shut, in seconds."""
 OK, BUSY, SERVER_ERROR = 200, 429, 500
 """HTTP statuses: of good answers; of lines for which there is no room; the lowest status of the server's failures."""
+FULL = (
+    "answers_too_large",
+    "The answers to other lines have as many bytes as all files of a key may have (--stored-files-size). Send this "
+    "line in another batch, after you have deleted files.",
+)
+"""Code and message of the error for lines for whose answers a batch has no room."""
 EXPIRED = "batch_expired", "This line was not answered before the completion window ended."
 """Code and message of the error for lines that had no answer when the window ended."""
 
@@ -55,6 +62,9 @@ class BatchLimits:
     """Seconds for which files of answers are kept, unless the batch sets another time."""
     bounds: Bounds | None = None
     """Limits on the JSON of a line; None is no limit."""
+    max_answer_bytes: int = sys.maxsize
+    """Size of the answers of a batch after which its other lines are refused. A line that asks for two thousand vectors
+    is a thousand times smaller than its answer."""
 
 
 class BatchRun:
@@ -90,6 +100,8 @@ class BatchRun:
         self._gate_of = gate_of
         self._call = call
         self._refused = RefusedLines()
+        self._answer_bytes = 0
+        """Size of all answers so far."""
 
     async def run(self) -> None:
         """Run the batch to its end. Raises LeaseLostError if another gateway has taken it over, and StoreError."""
@@ -142,6 +154,7 @@ class BatchRun:
     async def _answer_all(self) -> None:
         """Answer all lines that have no answer. Lines whose model has no workers wait until it has some."""
         begun = await self._batches.answered(self.batch.id)
+        self._answer_bytes = await self._batches.answer_bytes(self.batch.id)
         async with asyncio.TaskGroup() as group:
             while shut := await self._begin_lines(group, begun):
                 await _until_one_opens(shut)
@@ -180,6 +193,10 @@ class BatchRun:
         """Answer a line. Retry it after passing failures of the server, and while there is no room for it."""
         failures = 0
         while True:
+            if self._answer_bytes >= self._limits.max_answer_bytes:
+                has_begun.set()
+                own = LineAnswer(line.number, error_line(line.custom_id, *FULL), is_ok=False)
+                break
             answer = await gate.run(
                 lambda: self._call(self.batch.endpoint, line, self.batch.owner),
                 first=has_begun.is_set(),
@@ -194,12 +211,13 @@ class BatchRun:
             if answer.status == BUSY:
                 gate.note_busy()
             elif answer.status < SERVER_ERROR or failures == RETRIES:
+                own = LineAnswer(line.number, answer_line(line.custom_id, answer), answer.status == OK)
                 break
             else:
                 failures += 1
             shortest, longest = RETRY_SECONDS
             await asyncio.sleep(min(shortest * 2**failures, longest) * random.uniform(0.5, 1.5))
-        own = LineAnswer(line.number, answer_line(line.custom_id, answer), answer.status == OK)
+        self._answer_bytes += len(own.text)
         await self._batches.answer(self.batch.id, self._name, [own])
 
     # ---- the end

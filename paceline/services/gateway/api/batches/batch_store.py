@@ -11,7 +11,7 @@ import dataclasses
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from paceline.services.gateway.api.batches.pages import Order, ordered, read_pag
 from paceline.services.gateway.store.database import Database, Execute
 from paceline.services.gateway.store.store import Check, Store, Tables
 
-PAGE_LINES = 200
-"""Number of answers that one query reads."""
+PAGE_LINES, PAGE_BYTES = 200, 4 << 20
+"""Largest number of answers that one query reads, and of their bytes, unless a single one has more."""
 
 MESSAGE_BATCH = "msgbatch"
 """Prefix of the ids of message batches. No other batch has this prefix."""
@@ -251,15 +251,21 @@ class BatchStore:
 
     async def answers(self, batch_id: str, is_ok: bool) -> AsyncIterator[str]:
         """Yield the text of a batch's good answers, or of its errors, in the order of their lines."""
-        query = (
-            "SELECT number, text FROM paceline_batch_lines WHERE batch_id = :id AND is_ok = :is_ok AND number > :after "
-            "ORDER BY number LIMIT :limit"
-        )
-        fields: dict[str, Any] = {"id": batch_id, "is_ok": int(is_ok), "after": 0, "limit": PAGE_LINES}
-        while rows := await self._page(query, dict(fields)):
-            for number, text in rows:
-                yield text
-                fields["after"] = number
+        own = "FROM paceline_batch_lines WHERE batch_id = :id AND is_ok = :is_ok AND number > :after"
+        sizes_query = f"SELECT number, LENGTH(text) {own} ORDER BY number LIMIT :limit"
+        texts_query = f"SELECT text {own} AND number <= :last ORDER BY number"
+        fields: dict[str, Any] = {"id": batch_id, "is_ok": int(is_ok), "after": 0}
+        while sizes := await self._page(sizes_query, {**fields, "limit": PAGE_LINES}):
+            for last in _page_ends(sizes):
+                for (text,) in await self._page(texts_query, {**fields, "last": last}):
+                    yield text
+                fields["after"] = last
+
+    async def answer_bytes(self, batch_id: str) -> int:
+        """Return the size of all answers to a batch's lines, in characters."""
+        query = "SELECT COALESCE(SUM(LENGTH(text)), 0) FROM paceline_batch_lines WHERE batch_id = :id"
+        ((size,),) = await self._page(query, {"id": batch_id})
+        return int(size)
 
     async def _page(self, query: str, fields: dict[str, Any]) -> list[tuple[Any, ...]]:
         return (await self._store.run(lambda execute: execute(query, fields), writes=False))[0]
@@ -322,3 +328,13 @@ def _statements(database: Database) -> list[str]:
 
 
 _TABLES = Tables(["paceline_batches", "paceline_batch_lines"], _statements)
+
+
+def _page_ends(sizes: Sequence[tuple[Any, ...]]) -> Iterator[int]:
+    """Yield the number of the last answer of each page, from the number and the size of each answer, in order."""
+    page = 0
+    for (number, size), (_, following) in zip(sizes, [*sizes[1:], (0, PAGE_BYTES + 1)], strict=True):
+        page += size
+        if page + following > PAGE_BYTES:
+            yield number
+            page = 0

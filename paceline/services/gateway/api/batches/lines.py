@@ -46,7 +46,8 @@ class LineReply:
 
     status: int
     request_id: str
-    body: Any
+    body: str
+    """The JSON text of its body, of ASCII alone. It is not parsed, because it may have millions of numbers."""
     retry_after: float = 0.0
     """Seconds after which a refused line may be tried again; 0 if the response does not say it."""
     error_type: str = ""
@@ -176,8 +177,9 @@ class InputCheck:
 
 def answer_line(custom_id: str, answer: LineReply) -> str:
     """Return the line of an output file with the application's response to a line."""
-    response = {"status_code": answer.status, "request_id": answer.request_id, "body": answer.body}
-    return _line(custom_id, response, None)
+    head = _line(custom_id, {"status_code": answer.status, "request_id": answer.request_id, "body": None}, None)
+    before, _, after = head.rpartition("null},")
+    return f"{before}{answer.body}}},{after}"
 
 
 def error_line(custom_id: str, code: str, message: str) -> str:
@@ -197,7 +199,7 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineR
         caller: the owner of the batch, whose key's limits hold. The key itself is not needed.
     """
     if line.body.get("stream"):
-        return LineReply(400, "", {"error": {"message": "stream: a batch has no streams; leave it out"}})
+        return LineReply(400, "", json.dumps({"error": {"message": "stream: a batch has no streams; leave it out"}}))
     # On a thread, because a line may be as large as a body.
     body = await asyncio.to_thread(lambda: json.dumps(line.body).encode())
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -234,6 +236,12 @@ async def call(app: ASGIApp, endpoint: str, line: Line, caller: Caller) -> LineR
     await app(scope, receive, send)
     (start,) = started
     names = {bytes(name).lower(): bytes(value).decode("latin-1") for name, value in start["headers"]}
-    told = await asyncio.to_thread(json.loads, b"".join(content) or b"null")
+    told = await asyncio.to_thread(_in_ascii, b"".join(content) or b"null")
     seconds, error_type = float(names.get(b"retry-after", 0)), scope_of(scope).error_type
     return LineReply(start["status"], names.get(b"x-request-id", ""), told, seconds, error_type)
+
+
+def _in_ascii(content: bytes) -> str:
+    """Return JSON in ASCII. Some readers of files would end lines at other characters."""
+    text = content.decode()
+    return text if text.isascii() else json.dumps(json.loads(text), separators=(",", ":"))

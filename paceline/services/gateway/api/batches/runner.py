@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import time
 
 from starlette.types import ASGIApp
 
+from paceline.core.options import parse_bytes
 from paceline.services.common.lifecycle import unique_name
 from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.api.batches.batch import Batch, TransitionError
@@ -52,7 +54,13 @@ class BatchRunner:
         self._app = app
         self._name = unique_name("gateway")
         seconds = config.stored_files_seconds
-        self._limits = BatchLimits(config.max_batch_lines, config.max_body_bytes, seconds, Bounds.of(config))
+        self._limits = BatchLimits(
+            config.max_batch_lines,
+            config.max_body_bytes,
+            seconds,
+            Bounds.of(config),
+            parse_bytes(config.stored_files_size),
+        )
         self._gates = {name: _gate(model) for name, model in gateway.models.items()}
         self._runs: dict[str, BatchRun] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -165,6 +173,8 @@ class BatchRunner:
     def _gate_of(self, line: Line) -> LineGate:
         """Return the gate of the line's model. A line for no known model will be refused, so any open gate is good."""
         name = line.body.get("model")
+        if isinstance(name, str) and (base := self._gateway.base_of(name)) is not None:
+            name = base.name
         if isinstance(name, str) and name in self._gates:
             return self._gates[name]
         gates = list(self._gates.values())
@@ -174,7 +184,8 @@ class BatchRunner:
         caller = self._gateway.keys.caller(owner)
         if caller is None:
             refusal = ApiError(401, "the key of this batch is not accepted any more", code="invalid_api_key")
-            return LineReply(refusal.status, "", refusal.body, error_type=refusal.body["error"]["type"])
+            told = json.dumps(refusal.body)
+            return LineReply(refusal.status, "", told, error_type=refusal.body["error"]["type"])
         return await call(self._app, endpoint, line, caller)
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal, TypeAlias
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
+from pydantic_core import to_json
 
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import CohereEmbeddings
 from paceline.services.gateway.api.pooling.conversations import conversation_inputs
-from paceline.services.gateway.api.pooling.encoding import Json, Values, json_response, to_bytes, written
+from paceline.services.gateway.api.pooling.encoding import (
+    Json,
+    Values,
+    base64_json,
+    json_list,
+    json_object,
+    numbers_json,
+    to_bytes,
+    written,
+    written_json,
+)
 from paceline.services.gateway.api.pooling.inputs import check_count, choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import Pooled, pool
 from paceline.services.gateway.api.respond import choose_id
@@ -139,15 +149,18 @@ class CohereApi:
 
         def write() -> Response:
             is_plain = version == "1" and body.embedding_types is None
-            embeddings = {each: [_WRITERS[each](row) for row in pooled.rows] for each in types}
-            return json_response(
-                {
-                    "id": response_id,
-                    "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
-                    "embeddings": embeddings["float"] if is_plain else embeddings,
-                    "texts": texts,
-                    "meta": _meta(version, pooled),
-                }
+            lists = (b'"%s":%s' % (each.encode(), json_list(map(_WRITERS[each], pooled.rows))) for each in types)
+            head = {
+                "id": response_id,
+                "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+                "meta": _meta(version, pooled),
+            }
+            return written_json(
+                json_object(
+                    head,
+                    embeddings=json_list(map(numbers_json, pooled.rows)) if is_plain else b"{%s}" % b",".join(lists),
+                    texts=json_list(map(to_json, texts)),
+                )
             )
 
         return await written(request, pooled.rows, write, sum(map(len, texts)))
@@ -193,12 +206,12 @@ def _bits(row: Values) -> NDArray[np.uint8]:
     return np.packbits(row >= 0)
 
 
-_WRITERS: Mapping[str, Callable[[Values], Sequence[Any] | str]] = {
-    "float": lambda row: row.tolist(),
-    "int8": lambda row: _int8(row).tolist(),
-    "uint8": lambda row: (_int8(row).astype(np.int16) + 128).tolist(),
-    "binary": lambda row: (_bits(row).astype(np.int16) - 128).tolist(),
-    "ubinary": lambda row: _bits(row).tolist(),
-    "base64": lambda row: base64.b64encode(to_bytes(row)).decode(),
+_WRITERS: Mapping[str, Callable[[Values], bytes]] = {
+    "float": numbers_json,
+    "int8": lambda row: numbers_json(_int8(row)),
+    "uint8": lambda row: numbers_json(_int8(row).astype(np.int16) + 128),
+    "binary": lambda row: numbers_json(_bits(row).astype(np.int16) - 128),
+    "ubinary": lambda row: numbers_json(_bits(row)),
+    "base64": lambda row: base64_json(to_bytes(row)),
 }
 """Function that makes the JSON of a vector, by type. Signed bytes are the unsigned ones minus 128."""

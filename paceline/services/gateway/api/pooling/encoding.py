@@ -1,10 +1,14 @@
-"""How vectors and numbers of labels are written into answers: JSON, base64 and plain bytes, in several types."""
+"""How vectors and numbers of labels are written into answers: JSON, base64 and plain bytes, in several types.
+
+JSON is written in pieces: no other thread runs while the library writes one, and an answer may have millions of
+numbers.
+"""
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -23,6 +27,9 @@ EmbedDType: TypeAlias = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "f
 
 SMALL_VALUES = 10_000
 """Largest number of values of an answer that is written on the event loop. Writing them takes about a millisecond."""
+_PIECE_VALUES = 9 << 10
+"""Number of values that are written at once, in about a millisecond. It is a multiple of three, so that the base64 of
+pieces is that of the whole."""
 MOST_DESCRIBED = 256
 """Largest number of results whose shapes fit into a header, because clients refuse headers of more than 64 KiB."""
 
@@ -100,8 +107,35 @@ def _fp8(values: Values, numbers: NDArray[np.float32]) -> bytes:
 def value_json(values: Values, fields: EncodingFields) -> bytes:
     """Return one result as JSON: numbers, or their bytes as base64."""
     if fields.encoding_format == "base64":
-        return b'"%s"' % base64.b64encode(to_bytes(values, fields.embed_dtype, fields.endianness))
-    return to_json(values.tolist())
+        return base64_json(to_bytes(values, fields.embed_dtype, fields.endianness))
+    return numbers_json(values)
+
+
+def numbers_json(values: NDArray[Any]) -> bytes:
+    """Return numbers as JSON: a list, or a list of lists if they have rows."""
+    if values.ndim > 1:
+        return json_list(map(numbers_json, values))
+    if len(values) <= _PIECE_VALUES:
+        return to_json(values.tolist())
+    begins = range(0, len(values), _PIECE_VALUES)
+    return json_list(to_json(values[begin : begin + _PIECE_VALUES].tolist())[1:-1] for begin in begins)
+
+
+def base64_json(data: bytes) -> bytes:
+    """Return bytes as base64 in a JSON text."""
+    pieces = (base64.b64encode(data[begin : begin + _PIECE_VALUES]) for begin in range(0, len(data), _PIECE_VALUES))
+    return b'"%s"' % b"".join(pieces)
+
+
+def json_list(entries: Iterable[bytes]) -> bytes:
+    """Return a JSON list of entries that are JSON already."""
+    return b"[%s]" % b",".join(entries)
+
+
+def json_object(head: Mapping[str, Any], **members: bytes) -> bytes:
+    """Return a JSON object with the members of `head`, which is not empty, and further ones that are JSON already."""
+    further = b"".join(b',"%s":%s' % (name.encode(), member) for name, member in members.items())
+    return b"%s%s}" % (to_json(head)[:-1], further)
 
 
 async def respond(
@@ -128,8 +162,7 @@ async def respond(
             b'{"index":%d,"object":"%s","%s":%s}' % (index, kind.encode(), name.encode(), value_json(values, fields))
             for index, values in enumerate(rows)
         )
-        content = to_json(head)[:-1] + b',"data":[' + b",".join(entries) + b"]}"
-        return Response(content, media_type="application/json")
+        return written_json(json_object(head, data=json_list(entries)))
 
     return await written(request, rows, write)
 
@@ -146,9 +179,9 @@ async def written(
     return write() if is_small else await aside(request, write)
 
 
-def json_response(body: object) -> Response:
-    """Return a response with a JSON body. It is several times as fast as the framework's for lists of numbers."""
-    return Response(to_json(body), media_type="application/json")
+def written_json(body: bytes) -> Response:
+    """Return a response whose body is JSON already."""
+    return Response(body, media_type="application/json")
 
 
 def _bytes_response(head: Mapping[str, Any], rows: Sequence[Values], fields: EncodingFields) -> Response:

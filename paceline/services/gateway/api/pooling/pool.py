@@ -27,7 +27,14 @@ from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import RequestScope, aside, scope_of
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.plan import with_headers
-from paceline.services.gateway.planning.pooling import PoolOptions, PoolPlan, TextInput, join_plans, plan_pool
+from paceline.services.gateway.planning.pooling import (
+    PoolOptions,
+    PoolPlan,
+    TextInput,
+    effort,
+    join_plans,
+    plan_pool,
+)
 from paceline.services.gateway.sequences.progress import Event, PooledRows
 from paceline.services.gateway.sequences.sequence import ReplacedError, SequenceRun
 from paceline.services.gateway.sequences.traces import RequestTrace, SequenceTrace
@@ -36,13 +43,16 @@ Rows = NDArray[np.float32]
 
 MOST_ROUNDS = 4
 """Number of times that bundles are computed, before a request fails because workers keep getting other weights."""
-RESULT_COST = 4
-"""Bytes of memory that are counted for each byte of a result: the message, the array and its text in the answer."""
+RESULT_COST = 12
+"""Bytes of memory that are counted for each byte of a result: the message, and about twenty characters for each number
+in the answer, once in pieces and once as a whole."""
+TOKEN_COST = 48
+"""Bytes of memory that are counted for each token of an input, which is in lists of the request and of its bundle."""
 BUNDLES_PER_WORKER = 2
 """Number of bundles of one request that run or wait at the same time, for each worker: one is computed while the next
 one is on its way."""
 SMALL_CHARACTERS = 2000
-"""Largest number of characters and token ids of inputs that are tokenized on the event loop, in about a millisecond."""
+"""Largest effort of a request that is planned on the event loop, in about a millisecond."""
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +102,8 @@ async def pool_parts(
     All parts are checked before anything is computed, and the results of all parts are of one model. Raises the errors
     of `pool`.
     """
+    if model.adapter is not None:
+        raise ApiError(400, f"{model.name!r} is an adapter, which only generates text; name its model", param="model")
     config, scope = model.pooling, scope_of(request)
     for _, options in parts:
         if config is None or options.task not in config.tasks:
@@ -102,11 +114,12 @@ async def pool_parts(
     given = config, served.tokenizer, served.max_model_len, workers
     plans = await _planned(request, parts, lambda inputs, options: plan_pool(inputs, options, *given))
     planned = join_plans(plans)
-    scope.memory.take(scope.owner, RESULT_COST * planned.result_bytes)
+    tokens = sum(map(len, planned.token_ids))
+    scope.memory.take(scope.owner, RESULT_COST * planned.result_bytes + TOKEN_COST * tokens)
     full = with_headers(planned.plan, request)
     full = dataclasses.replace(full, cache_salt=model.cache_salts.salt(scope.caller, full.cache_salt))
     planned = dataclasses.replace(planned, plan=full)
-    scope.admission.charge(sum(map(len, planned.token_ids)), 0)
+    scope.admission.charge(tokens, 0)
     scope.resources.callback(scope.admission.refund)
     trace = RequestTrace.of(full, scope, endpoint=request.url.path, model=model.name, streamed=False)
     rows = iter(await until_disconnect(request.receive, _Pooling(model, planned, trace, scope, workers).run()))
@@ -123,7 +136,7 @@ async def _planned(
     def plan_all() -> list[PoolPlan]:
         return [plan(inputs, options) for inputs, options in parts]
 
-    is_small = sum(len(each.content) for inputs, _ in parts for each in inputs) <= SMALL_CHARACTERS
+    is_small = sum(effort(inputs, options) for inputs, options in parts) <= SMALL_CHARACTERS
     return plan_all() if is_small else await aside(request, plan_all)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 import paceline
 from paceline.core.pooling import POOL_TASKS, PoolRole, PoolTask
@@ -24,7 +25,7 @@ from paceline.services.gateway.api.pooling.bodies import (
     TeiInfo,
     Vectors,
 )
-from paceline.services.gateway.api.pooling.encoding import Json, Values, json_response, written
+from paceline.services.gateway.api.pooling.encoding import Json, Values, json_list, numbers_json, written, written_json
 from paceline.services.gateway.api.pooling.inputs import (
     MAX_INPUTS,
     check_count,
@@ -138,15 +139,15 @@ class TeiApi:
 
     async def embed(self, body: TeiEmbedRequest, request: Request) -> Response:
         rows = await self._pool(body, request, "embed", normalize=body.normalize, dimensions=body.dimensions)
-        return await written(request, rows, lambda: json_response([row.tolist() for row in rows]))
+        return await written(request, rows, lambda: written_json(json_list(map(numbers_json, rows))))
 
     async def embed_all(self, body: TeiRequest, request: Request) -> Response:
         rows = await self._pool(body, request, "token_embed")
-        return await written(request, rows, lambda: json_response([row.tolist() for row in rows]))
+        return await written(request, rows, lambda: written_json(json_list(map(numbers_json, rows))))
 
     async def embed_sparse(self, body: TeiRequest, request: Request) -> Response:
         rows = await self._pool(body, request, "sparse")
-        return await written(request, rows, lambda: json_response([sparse_json(row) for row in rows]))
+        return await written(request, rows, lambda: written_json(json_list(to_json(sparse_json(row)) for row in rows)))
 
     async def predict(self, body: PredictRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "classify")
@@ -154,8 +155,8 @@ class TeiApi:
         pooled = await pool(model, request, body.text_inputs(), options)
 
         def write() -> Response:
-            labels = [_ranked_labels(model, row) for row in pooled.rows]
-            return json_response(labels[0] if body.is_single else labels)
+            labels = (to_json(_ranked_labels(model, row)) for row in pooled.rows)
+            return written_json(next(labels) if body.is_single else json_list(labels))
 
         return await written(request, pooled.rows, write)
 
@@ -167,7 +168,7 @@ class TeiApi:
         prompt = prompt_named(model, body.parameters.prompt_name, "parameters.prompt_name")
         pooled = await pool(model, request, inputs, PoolOptions(prompt=prompt, truncate=body.parameters.side))
         source, *rest = pooled.rows
-        return await written(request, rest, lambda: json_response([cosine(source, row) for row in rest]))
+        return await written(request, rest, lambda: written_json(to_json([cosine(source, row) for row in rest])))
 
     async def info(self, model: str | None = None) -> Json:
         return describe(choose_model(self._gateway, model, *POOL_TASKS))

@@ -9,12 +9,21 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field
+from pydantic_core import to_json
 
 from paceline.core.pooling import POOL_TASKS, PoolTask
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.pooling.bodies import Labels, PoolingAnswer
 from paceline.services.gateway.api.pooling.conversations import InputOrMessages
-from paceline.services.gateway.api.pooling.encoding import EncodingFields, Values, json_response, respond, written
+from paceline.services.gateway.api.pooling.encoding import (
+    EncodingFields,
+    Values,
+    json_list,
+    json_object,
+    respond,
+    written,
+    written_json,
+)
 from paceline.services.gateway.api.pooling.inputs import choose_model, prompt_named
 from paceline.services.gateway.api.pooling.pool import pool
 from paceline.services.gateway.api.respond import choose_id
@@ -97,11 +106,11 @@ class VllmPoolingApi:
 
         def write() -> Response:
             names = label_names(model, pooled.rows[0])
-            entries = [
+            entries = (
                 {"index": index, "label": names[int(np.argmax(row))], "probs": row.tolist(), "num_classes": row.size}
                 for index, row in enumerate(pooled.rows)
-            ]
-            return json_response({**head, "data": entries})
+            )
+            return written_json(json_object(head, data=json_list(map(to_json, entries))))
 
         return await written(request, pooled.rows, write)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from pydantic_core import to_json
 
 from paceline.services.gateway.api.api_schema import ErrorBody, answers, errors_of
 from paceline.services.gateway.api.pooling.bodies import Ranking, Scores, TeiError, TeiRanking
-from paceline.services.gateway.api.pooling.encoding import json_response
+from paceline.services.gateway.api.pooling.encoding import json_list, json_object, written_json
 from paceline.services.gateway.api.pooling.inputs import choose_model
 from paceline.services.gateway.api.respond import choose_id
 from paceline.services.gateway.api.scoring.judges import Judged, Pairs, judge
@@ -49,7 +50,7 @@ class ScoringApi:
         judged = await judge(model, request, body, body.pairs())
         entries = [{"index": index, "object": "score", "score": score} for index, score in enumerate(judged.scores)]
         head = {"id": response_id, "object": "list", "created": int(time.time()), "model": model.name}
-        return json_response({**head, "data": entries, "usage": judged.usage})
+        return written_json(to_json({**head, "data": entries, "usage": judged.usage}))
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         scope_of(request).is_tei = body.is_tei
@@ -59,8 +60,8 @@ class ScoringApi:
         judged = await judge(model, request, body, pairs)
         if body.is_tei:
             return await _written(request, pairs, lambda: _tei_ranking(body, pairs, judged))
-        head = {"id": response_id, "model": model.name}
-        return await _written(request, pairs, lambda: {**head, **_ranking(body, pairs, judged)})
+        head = {"id": response_id, "model": model.name, "usage": judged.usage}
+        return await _written(request, pairs, lambda: json_object(head, results=_ranking(body, pairs, judged)))
 
     def _pick(self, name: str | None) -> ModelFleet:
         if name is None and len(self._gateway.models) > 1:
@@ -68,22 +69,23 @@ class ScoringApi:
         return self._gateway.pick(name)
 
 
-def _ranking(body: RerankRequest, pairs: Pairs, judged: Judged) -> Json:
+def _ranking(body: RerankRequest, pairs: Pairs, judged: Judged) -> bytes:
     documents = [document for _, document in pairs.values()]
-    results = [
+    results: Iterator[Json] = (
         {"index": index, "relevance_score": judged.scores[index]}
         | ({"document": {"text": documents[index]}} if body.return_documents else {})
         for index in _best_first(judged)[: body.top_n or len(documents)]
-    ]
-    return {"results": results, "usage": judged.usage}
+    )
+    return json_list(map(to_json, results))
 
 
-def _tei_ranking(body: RerankRequest, pairs: Pairs, judged: Judged) -> list[Json]:
+def _tei_ranking(body: RerankRequest, pairs: Pairs, judged: Judged) -> bytes:
     documents = [document for _, document in pairs.values()]
-    return [
+    results: Iterator[Json] = (
         {"index": index, "score": judged.scores[index]} | ({"text": documents[index]} if body.return_text else {})
         for index in _best_first(judged)
-    ]
+    )
+    return json_list(map(to_json, results))
 
 
 def _best_first(judged: Judged) -> list[int]:
@@ -91,11 +93,11 @@ def _best_first(judged: Judged) -> list[int]:
     return sorted(range(len(judged.scores)), key=lambda index: -judged.scores[index])
 
 
-async def _written(request: Request, pairs: Pairs, make: Callable[[], object]) -> Response:
-    """Return the response with the body that `make` returns, made on a thread if the documents are long."""
+async def _written(request: Request, pairs: Pairs, make: Callable[[], bytes]) -> Response:
+    """Return the response with the JSON that `make` returns, made on a thread if the documents are long."""
 
     def write() -> Response:
-        return json_response(make())
+        return written_json(make())
 
     is_small = sum(len(document) for _, document in pairs.values()) <= SMALL_CHARACTERS
     return write() if is_small else await aside(request, write)

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Discriminator, Tag
+from pydantic_core import to_json
 
 from paceline.services.gateway.api.api_schema import answers, errors_of
 from paceline.services.gateway.api.chat_planning import encode_conversation
 from paceline.services.gateway.api.openai.bodies import Tokens
 from paceline.services.gateway.api.pooling.bodies import TeiError, TeiTokens, Texts
-from paceline.services.gateway.api.pooling.encoding import Json, json_response
+from paceline.services.gateway.api.pooling.encoding import Json, json_list, written_json
 from paceline.services.gateway.api.pooling.inputs import check_count, prompt_named
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.request_scope import aside, scope_of
@@ -51,6 +52,10 @@ def _form(body: Any) -> str:
 LIST_PIECE = 10_000
 """Number of values of a long list that are written to JSON at once, while no other thread runs."""
 
+DESCRIPTION_COST = 200
+"""Bytes of memory that are counted for each character of a text whose tokens are described: a character may be a token,
+and its description is in the answer twice while it is written."""
+
 AnyTokenizeRequest = Annotated[
     Annotated[TokenizeRequest, Tag("form of vLLM")] | Annotated[TeiTokenizeRequest, Tag("form of TEI")],
     Discriminator(_form),
@@ -80,8 +85,14 @@ class TokenizingApi:
         check_count(len(texts), "inputs")
         special = body.add_special_tokens
 
+        scope = scope_of(request)
+        scope.memory.take(scope.owner, DESCRIPTION_COST * sum(len(prompt) + len(text) for text in texts))
+
         def encode() -> Response:
-            return json_response(tokens_of([prompt + text for text in texts], model.tokenizer, special))
+            # Text by text, because each description takes hundreds of bytes before it is written.
+            return written_json(
+                json_list(_list_json(tokens_of(prompt + text, model.tokenizer, special)) for text in texts)
+            )
 
         return await aside(request, encode)
 
@@ -93,32 +104,35 @@ class TokenizingApi:
         def decode() -> Response:
             for ids in lists:
                 check_ids(ids, tokenizer.vocab_size, "ids")
-            return json_response([tokenizer.decode(ids, body.skip_special_tokens) for ids in lists])
+            return written_json(json_list(to_json(tokenizer.decode(ids, body.skip_special_tokens)) for ids in lists))
 
         return await aside(request, decode)
 
 
-def tokens_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[Json]]:
-    """Return TEI's description of each token of each text. Places are in characters, and missing for special tokens.
+def tokens_of(text: str, tokenizer: Tokenizer, add_special_tokens: bool) -> list[Json]:
+    """Return TEI's description of each token of a text. Places are in characters, and missing for special tokens.
 
-    Raises InvalidRequestError if a text is not valid Unicode, or too long.
+    Raises InvalidRequestError if the text is not valid Unicode, or too long.
     """
-    encodings = tokenizer.encode_batch([(text, "inputs") for text in texts], add_special_tokens)
+    (own,) = tokenizer.encode_batch([(text, "inputs")], add_special_tokens)
     return [
-        [
-            {
-                "id": token,
-                "text": tokenizer.token_string(token) if special else text[start:stop],
-                "special": bool(special),
-                "start": None if special else start,
-                "stop": None if special else stop,
-            }
-            for token, special, (start, stop) in zip(
-                own.ids, own.special_tokens_mask, tokenizer.offsets(text, add_special_tokens), strict=True
-            )
-        ]
-        for text, own in zip(texts, encodings, strict=True)
+        {
+            "id": token,
+            "text": tokenizer.token_string(token) if special else text[start:stop],
+            "special": bool(special),
+            "start": None if special else start,
+            "stop": None if special else stop,
+        }
+        for token, special, (start, stop) in zip(
+            own.ids, own.special_tokens_mask, tokenizer.offsets(text, add_special_tokens), strict=True
+        )
     ]
+
+
+def _list_json(values: Sequence[Json]) -> bytes:
+    """Return a list as JSON, written in pieces because it may have a million values."""
+    begins = range(0, len(values), LIST_PIECE)
+    return json_list(to_json(values[begin : begin + LIST_PIECE])[1:-1] for begin in begins)
 
 
 async def _tokenize(model: ModelFleet, body: TokenizeRequest, request: Request) -> Response:

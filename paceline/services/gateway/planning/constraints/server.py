@@ -102,7 +102,10 @@ def _warm_up(model: TrialModel) -> None:
     """Try constraints of the usual kinds. Children then inherit what Python and the library prepare at first use."""
     schema = {
         "type": "object",
-        "properties": {"a": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 9}, "b": {"anyOf": [{"enum": [1]}]}},
+        "properties": {
+            "a": {"type": "string", "pattern": r"^\p{Ll}+$", "maxLength": 9},
+            "b": {"anyOf": [{"enum": [1]}]},
+        },
         "required": ["a"],
         "additionalProperties": {"type": "array", "items": {"type": "number", "minimum": 0}},
     }

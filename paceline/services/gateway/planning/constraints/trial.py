@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 import traceback
 from typing import Any
 
-from llguidance import LLTokenizer
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
 
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.grammar import compile_grammar, grammar_of
+from paceline.core.grammar_errors import cannot_go_on, explain
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.planning.constraints.answer import AnswerWriting, make_constraint
 from paceline.services.gateway.planning.constraints.fields import ConstraintFields
 
 Json = dict[str, Any]
+
+_WALKS, _WALK_TOKENS = 4, 16
+"""Number of random answers of which each trial follows the beginning, and number of their tokens."""
+_WALK_SECONDS = 0.3
+"""CPU time after which they are not followed any further, in seconds."""
 
 
 def try_constraint(fields: bytes, writing: AnswerWriting, tokenizer: LLTokenizer | str) -> bytes:
@@ -32,13 +41,36 @@ def try_constraint(fields: bytes, writing: AnswerWriting, tokenizer: LLTokenizer
         try:
             if isinstance(tokenizer, str):
                 raise ConstraintError(tokenizer)
-            compile_grammar(grammar, tokenizer, constraint.kind)
+            check_beginnings(compile_grammar(grammar, tokenizer, constraint.kind), constraint.kind)
         except ConstraintError as error:
             raise InvalidRequestError(f"{constraint.place}: {error}", constraint.place) from error
     except InvalidRequestError as error:
         return json.dumps({"error": str(error), "param": error.param}).encode()
     found = {"kind": constraint.kind.value, "text": constraint.text, "grammar": grammar}
     return json.dumps({**found, "place": constraint.place, "unenforced": constraint.unenforced}).encode()
+
+
+def check_beginnings(start: LLMatcher, kind: ConstraintKind) -> None:
+    """Raise ConstraintError if the beginning of an answer exceeds a limit of the library, or makes it fail.
+
+    A worker would find this in the middle of an answer. The beginnings are those of a few random answers. One that
+    cannot go on is no error here, because the model may never write it.
+
+    Args:
+        start: the matcher at the beginning of an answer.
+    """
+    rng = random.Random(0)
+    end = time.process_time() + _WALK_SECONDS
+    for _ in range(_WALKS):
+        matcher = start.deep_copy()
+        for _ in range(_WALK_TOKENS):
+            mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if matcher.is_error() or matcher.is_stopped() or not len(allowed) or time.process_time() > end:
+                break
+            matcher.consume_token(int(allowed[rng.randrange(len(allowed))]))
+        if matcher.is_error() and not cannot_go_on(message := matcher.get_error()):
+            raise ConstraintError(explain(message, with_place=kind is ConstraintKind.GRAMMAR))
 
 
 def fault(error: Exception) -> bytes:

@@ -55,10 +55,10 @@ class Gateway(NamedTuple):
     batches: BatchStore
     files: FileStore
 
-    async def work(self) -> None:
+    async def work(self, places: int = 9, max_answer_bytes: int = NEVER) -> None:
         """Claim the batch and run it. Another gateway may have taken or completed it meanwhile."""
-        gate = LineGate(lambda: True, lambda: LinePlaces(9, 9), lambda: 0, lambda: 0, time.monotonic)
-        limits = BatchLimits(100, 10_000, 3600.0)
+        gate = LineGate(lambda: True, lambda: LinePlaces(places, places), lambda: 0, lambda: 0, time.monotonic)
+        limits = BatchLimits(100, 10_000, 3600.0, max_answer_bytes=max_answer_bytes)
         for claimed in await self.batches.claim(self.name, LATER, 1, 1, []):
             run = BatchRun(
                 claimed,
@@ -75,7 +75,7 @@ class Gateway(NamedTuple):
 
     async def answer(self, endpoint: str, line: Line, owner: str) -> LineReply:
         # Gateways give different answers, so that a file with lines of both would be noticed if it had one line twice.
-        return LineReply(400 if line.number == 2 else 200, self.name, {"by": self.name})
+        return LineReply(400 if line.number == 2 else 200, self.name, json.dumps({"by": self.name}))
 
     async def lose_lease(self) -> None:
         """Let the lease end, as it does if the gateway stalls for longer than it lasts."""
@@ -162,6 +162,23 @@ async def stall(gateway: Gateway, at: int) -> asyncio.Task[None]:
     if not task.done():
         await gateway.lose_lease()
     return task
+
+
+async def test_lines_are_refused_when_the_answers_of_their_batch_are_too_large(
+    open_gateway: Callable[..., Gateway],
+) -> None:
+    gateway = open_gateway("a", is_fresh=True)
+    await gateway.work(places=1, max_answer_bytes=400)
+    batch = await gateway.batches.get(BATCH.id, "me")
+    assert batch is not None
+    assert batch.status == "completed"
+    assert batch.completed in (2, 3)
+    assert batch.error_file_id is not None
+    errors = b"".join([chunk async for chunk in gateway.files.content(batch.error_file_id)]).splitlines()
+    assert len(errors) == batch.failed == 5 - batch.completed
+    told = json.loads(errors[-1])
+    assert (told["custom_id"], told["error"]["code"]) == ("5", "answers_too_large")
+    assert "--stored-files-size" in told["error"]["message"]
 
 
 async def test_a_gateway_that_stalls_anywhere_leaves_the_answers_of_its_successor(

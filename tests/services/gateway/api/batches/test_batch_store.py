@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.services.gateway.api.batches import batch_store
 from paceline.services.gateway.api.batches.batch import Batch, LineError, TransitionError
 from paceline.services.gateway.api.batches.batch_store import BatchStore, LeaseLostError, LineAnswer
 from paceline.services.gateway.api.batches.file_store import QuotaError
@@ -103,6 +104,23 @@ async def test_a_line_gets_no_second_answer(open_store: OpenStore) -> None:
     assert (found.completed, found.failed, found.is_answered) == (1, 1, False)
     assert [text async for text in store.answers("a", is_ok=True)] == ["second"]
     assert [text async for text in store.answers("a", is_ok=False)] == ["first"]
+
+
+@pytest.mark.parametrize(("lines", "size"), [(200, 1), (200, 10), (200, 25), (3, 1000), (200, 1000)])
+async def test_answers_are_read_in_pages(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, lines: int, size: int
+) -> None:
+    monkeypatch.setattr(batch_store, "PAGE_LINES", lines)
+    monkeypatch.setattr(batch_store, "PAGE_BYTES", size)
+    store = open_store()
+    await store.add(batch("a"), allowed)
+    await store.claim("one", LATER, 1, 4, [])
+    await store.change("a", running)
+    texts = [str(number) * (1 + number % 9) for number in range(1, 30)]
+    await store.answer("a", "one", [LineAnswer(3 * number, text, True) for number, text in enumerate(texts, 1)])
+    await store.answer("a", "one", [LineAnswer(1, "an error", False)])
+    assert [text async for text in store.answers("a", is_ok=True)] == texts
+    assert await store.answer_bytes("a") == sum(map(len, texts)) + len("an error")
 
 
 async def test_a_change_that_may_not_be_changes_nothing(open_store: OpenStore) -> None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.services.gateway.api.batches.lines import InputCheck, InvalidLineError, read_line, split_lines
+from paceline.services.gateway.api.batches.lines import (
+    InputCheck,
+    InvalidLineError,
+    LineReply,
+    answer_line,
+    call,
+    read_line,
+    split_lines,
+)
+from paceline.services.gateway.http.access.callers import Caller
 from paceline.services.gateway.http.reading import parse
+from paceline.services.gateway.http.request_scope import RequestScope, set_scope
 from tests.services.gateway.api.batches.conftest import line
 
 ENDPOINT = "/v1/completions"
@@ -83,3 +94,25 @@ def test_the_errors_of_a_file_name_its_lines() -> None:
     empty = InputCheck(ENDPOINT, 3, 10)
     empty.finish()
     assert [error.code for error in empty.errors] == ["empty_file"]
+
+
+@pytest.mark.parametrize("body", ["null", '{"a":null}', '{"a":[1,"null},"]}'])
+@pytest.mark.parametrize("custom_id", ["a", 'null},"x":{"', "\u2028\ud800"])
+def test_an_answer_is_in_its_line_as_it_came(custom_id: str, body: str) -> None:
+    text = answer_line(custom_id, LineReply(200, "r", body))
+    assert text.isascii()
+    told = json.loads(text)
+    assert told.keys() == {"id", "custom_id", "response", "error"}
+    response = {"status_code": 200, "request_id": "r", "body": json.loads(body)}
+    assert (told["custom_id"], told["response"], told["error"]) == (custom_id, response, None)
+
+
+async def test_answers_are_lines_for_all_readers() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        set_scope(scope, cast(RequestScope, SimpleNamespace(error_type="")))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": '{"a": "é\u2028"}'.encode()})
+
+    sent = read_line(1, json.dumps(line("a")).encode(), [ENDPOINT], 1000)
+    reply = await call(app, ENDPOINT, sent, Caller("", "", is_admin=False))
+    assert reply.body == '{"a":"\\u00e9\\u2028"}'

@@ -237,7 +237,7 @@ async def test_results_that_are_deleted_while_they_are_read_are_not_whole(tmp_pa
     file = File("file-1", "me", "batch_output", "out.jsonl", 0, 0.0, time.time() + 60)
     await files.begin(file)
     for number, name in enumerate("ab"):
-        await files.append(file, number, f"{answer_line(name, LineReply(200, 'r', {}))}\n".encode())
+        await files.append(file, number, f"{answer_line(name, LineReply(200, 'r', '{}'))}\n".encode())
     await files.finish(file)
     about: Json = {"endpoint": "/v1/messages", "input_file_id": "in", "completion_window": "24h", "created": 0.0}
     done = Batch(id="b", owner="me", expires=0.0, status="completed", total=2, output_file_id=file.id, **about)

@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from paceline.services.gateway.api.pooling import encoding
-from paceline.services.gateway.api.pooling.encoding import EncodingFields, to_bytes, value_json
+from paceline.services.gateway.api.pooling.encoding import (
+    EncodingFields,
+    base64_json,
+    numbers_json,
+    to_bytes,
+    value_json,
+)
 from paceline.services.gateway.http.errors import ApiError
 
 NUMBERS = np.array([0.0, -0.0, 1.0, -1.5, 3.14159, 1e-5, -448.0, 1e9, 0.1, 2.0**-9, 1.0625], np.float32)
@@ -23,6 +29,22 @@ def test_numbers_come_back_exactly() -> None:
     assert told.tobytes() == values.tobytes()
     text = json.loads(value_json(values, EncodingFields(encoding_format="base64")))
     assert base64.b64decode(text) == values.tobytes()
+
+
+def test_large_results_are_written_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).standard_normal(50_000).astype(np.float32)
+    written: list[int] = []
+    to_json = encoding.to_json
+
+    def counted(value: Any) -> bytes:
+        written.append(len(value))
+        return to_json(value)
+
+    monkeypatch.setattr(encoding, "to_json", counted)
+    for shaped in (values, values[:0], values.reshape(2, -1), values.reshape(-1, 10)):
+        assert np.array_equal(np.array(json.loads(numbers_json(shaped)), np.float32).reshape(shaped.shape), shaped)
+    assert max(written) < 10_000
+    assert base64.b64decode(json.loads(base64_json(values.tobytes()))) == values.tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"])

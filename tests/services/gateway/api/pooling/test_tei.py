@@ -90,6 +90,7 @@ ERRORS: list[tuple[str, dict[str, Any], int, str]] = [
     ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "empty"),
     ("/tokenize", {"inputs": []}, 400, "empty"),
     ("/tokenize", {"inputs": ["a"] * 2049}, 413, "validation"),
+    ("/tokenize", {"inputs": ["a" * 900_000] * 6}, 413, "validation"),
     ("/decode", {"ids": [10**6]}, 422, "tokenizer"),
     ("/decode", {"ids": []}, 400, "empty"),
 ]

@@ -39,7 +39,8 @@ class Desk:
 
 
 def object_schema(properties: int) -> dict[str, Any]:
-    schema = {"type": "object", "properties": {str(index): True for index in range(properties)}}
+    names = [str(index) for index in range(properties)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, True), "required": names[::500]}
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}}
 
 

@@ -12,12 +12,13 @@ from tests.services.gateway.toy_model import write_toy_model
 
 def test_hostile_constraints_stay_within_their_limits(tmp_path: Path) -> None:
     bench = Bench(write_toy_model(tmp_path / "toy"))
-    outcomes, forms = set(), set()
-    for number in range(40):
-        form, fields = random_fields(random.Random(number))
-        seen = bench.run(fields, number)
+    outcomes, forms, numbers = set(), set(), []
+    for number, seen in bench.run(range(40)):
+        form, _ = random_fields(random.Random(number))
         assert not seen.complaint, (number, form, seen)
         forms.add(form)
         outcomes.add(seen.outcome)
+        numbers.append(number)
+    assert numbers == list(range(40))
     assert len(forms) == 7
     assert outcomes >= {"passed", "refused"}
