@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from paceline.core.adapters import Adapter, read_adapter
+from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
 from paceline.services.gateway.api.resume import answer_digest
+from paceline.services.gateway.gateway import Gateway, load_models
 from paceline.services.gateway.planning.schemas import CompletionRequest
 from tests.adapters import write_files
 from tests.services.gateway.api.batches.conftest import ended, line, submit
@@ -141,9 +143,9 @@ async def test_a_server_without_adapters_says_so(stack: Stack, tmp_path: Path) -
     assert "--enable-lora" in answer.text
 
 
-async def test_two_names_that_are_the_same_are_refused(
-    start_stack: StartStack, toy_model: Path, tmp_path: Path
-) -> None:
-    folder = write(tmp_path / "x")
+async def test_two_names_that_are_the_same_are_refused(toy_model: Path, tmp_path: Path) -> None:
+    modules = f"toy={write(tmp_path / 'x')}"
+    named = {"model": str(toy_model), "served_model_name": "toy", "store": "none"}
+    config = GatewayConfig(**named, enable_lora=True, lora_modules=modules)
     with pytest.raises(ConfigError, match="name of another model"):
-        await start_stack(enable_lora=True, lora_modules=f"{toy_model.name}={folder}")
+        Gateway(config, load_models(config))
