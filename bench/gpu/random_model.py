@@ -22,6 +22,7 @@ from paceline.engine.constraint import Grammars
 from paceline.engine.loading import Loaded
 from paceline.kernels.interface import Kernels
 from paceline.kernels.packed_weight import PackedWeight
+from paceline.models.adapters.linears import NamedLinears
 from paceline.models.compiled import CompiledModel
 from paceline.models.model_config import AttentionConfig, LayerType, ModelConfig, Rope
 from paceline.models.registry import MODELS
@@ -116,6 +117,7 @@ class PackedWeights:
 
     def __init__(self, weights: RandomWeights, kernels: Kernels) -> None:
         self.take = self.take_table = weights.take
+        self.linears = NamedLinears()
         self._kernels = kernels
 
     def has(self, name: str, *shape: int) -> bool:

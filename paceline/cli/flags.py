@@ -32,6 +32,8 @@ _METAVARS = {
     "chat_template": "FILE",
     "classes_file": "FILE",
     "limit_mm_per_prompt": "JSON",
+    "lora_modules": "NAME=FOLDER",
+    "lora_target_modules": "NAMES",
     "mm_processor_kwargs": "JSON",
     "models_file": "FILE",
     "record_trace": "FILE",

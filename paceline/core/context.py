@@ -6,9 +6,9 @@ hashes the *root*. A block of a group is named by the link at its end.
 
     root ──▶ link 0 (tokens 0-15) ──▶ link 1 (tokens 16-31) ──▶ …
 
-`ContextRoot` has everything that the KV of every token depends on: the KV layout, which includes the model, and the
-cache salt. If the context begins with tokens that all owners share, such as an operator's system prompt, the links of
-these tokens do not hash the salt, and the next link does:
+`ContextRoot` has everything that the KV of every token depends on: the KV layout, which includes the model, the cache
+salt, and the content of the adapter. If the context begins with tokens that all owners share, such as an operator's
+system prompt, the links of these tokens do not hash the salt, and the next link does:
 
     root without salt ──▶ link 0 ──▶ … ──▶ last shared link ──▶ salt ──▶ next link ──▶ …
 
@@ -46,9 +46,15 @@ class ContextRoot:
     """Contexts with different salts share no block, except for those of shared tokens, whose root has no salt."""
     encoding: bytes = b""
     """Digest of an encoder's input if the blocks hold the encoding of this input; empty if they hold KV."""
+    adapter: bytes = b""
+    """Digest of the content of the adapter with which the KV is computed; empty for the model alone."""
 
     def digest(self) -> bytes:
-        parts = (self.layout, self.cache_salt, self.encoding) if self.encoding else (self.layout, self.cache_salt)
+        parts: tuple[object, ...] = (self.layout, self.cache_salt)
+        if self.encoding or self.adapter:
+            parts += (self.encoding,)
+        if self.adapter:
+            parts += (self.adapter,)
         return _hash(repr(parts).encode())
 
 
@@ -73,7 +79,7 @@ class Context:
 
     Args:
         token_ids: the tokens so far. The list is copied.
-        cache_salt, encoding: the fields of `ContextRoot`.
+        cache_salt, encoding, adapter: the fields of `ContextRoot`.
         media: runs of placeholder tokens, in order and apart from each other.
         shared_tokens: number of tokens at the front whose links do not depend on the salt, a multiple of `BASE_TOKENS`.
     """
@@ -85,10 +91,12 @@ class Context:
         media: Sequence[MediaSpan] = (),
         encoding: bytes = b"",
         shared_tokens: int = 0,
+        adapter: bytes = b"",
     ) -> None:
         self.token_ids = list(token_ids)
         self.media = tuple(media)
         self.cache_salt = cache_salt
+        self.adapter = adapter
         self._encoding = encoding
         self._shared_links = shared_tokens // BASE_TOKENS
         self._links: dict[str, list[bytes]] = {}
@@ -138,7 +146,8 @@ class Context:
     def _parent(self, layout: str, links: Sequence[bytes]) -> bytes:
         """Return the beginning of the input to the next hash, given all links of the context before it."""
         if not links:
-            return ContextRoot(layout, "" if self._shared_links else self.cache_salt, self._encoding).digest()
+            salt = "" if self._shared_links else self.cache_salt
+            return ContextRoot(layout, salt, self._encoding, self.adapter).digest()
         return self._salted(links[-1]) if len(links) == self._shared_links else links[-1]
 
     def _salted(self, parent: bytes) -> bytes:

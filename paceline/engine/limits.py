@@ -24,3 +24,5 @@ class Limits:
     """Kinds of media whose spans must not be cut: one step computes all tokens of a span (`ModelFacts.whole_media`)."""
     bidirectional: bool = False
     """Whether one step computes all tokens of a context (`ModelFacts.bidirectional`)."""
+    max_adapters: int = 0
+    """Largest number of adapters of one step; 0 if requests have none."""

@@ -24,6 +24,7 @@ from paceline.engine.row_media import EncodingReader
 from paceline.engine.runner import ModelRunner, layer_caches
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.interface import Kernels
+from paceline.models.adapters.model_adapters import ModelAdapters
 from paceline.models.base import Model, kv_groups
 from paceline.models.compiled import CompiledModel
 from paceline.models.config import (
@@ -40,7 +41,7 @@ from paceline.models.encoders.base import Encoders
 from paceline.models.gemma4_assistant import Gemma4Assistant
 from paceline.models.identity import ModelIdentity, implementation_name, model_identity
 from paceline.models.kv_codes import check_kv_coding
-from paceline.models.loader import load_assistant, load_encoders, load_model
+from paceline.models.loader import AdapterChoice, load_assistant, load_encoders, load_model
 from paceline.models.weight_sizes import weight_sizes
 
 
@@ -74,6 +75,11 @@ class Loaded:
         return min(model.config.max_position for model in models if model is not None)
 
     @property
+    def adapters(self) -> ModelAdapters | None:
+        """The adapters of the model; None if it takes none."""
+        return self.model.adapters if isinstance(self.model, CompiledModel) else None
+
+    @property
     def max_drafts(self) -> int:
         return self.speculative.num_speculative_tokens if self.speculative is not None else 0
 
@@ -85,7 +91,7 @@ class Loaded:
         """
         probabilistic = self.speculative is not None and self.speculative.is_probabilistic
         parts = (self.model, self.layout, pool, limits, self.grammars, self._drafter(pool), probabilistic, self.chooser)
-        return ModelRunner(*parts, encodings)
+        return ModelRunner(*parts, encodings, self.adapters)
 
     def _drafter(self, pool: Tensor) -> Drafter | None:
         config = self.speculative
@@ -115,6 +121,7 @@ def load(
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
     kv_coding: KVCoding = NO_CODING,
+    adapters: AdapterChoice | None = None,
 ) -> Loaded:
     """Load a model, and a draft model if `speculative` names one. The draft model is never quantized.
 
@@ -122,6 +129,7 @@ def load(
         packed_dir: folder in which the workers of a host share packed weights; None shares none.
         model_impl, trust_remote_code: the arguments of `load_model`, also for the draft model.
         kv_coding: the code of keys and values, also for the draft model.
+        adapters: the adapters that the model takes; None if it takes none. Drafts are computed without adapters.
 
     Raises:
         ConfigError: the options contradict the model or each other.
@@ -134,7 +142,7 @@ def load(
     code = (model_impl, trust_remote_code)
     with ThreadPoolExecutor(1, "grammars") as thread:  # beside the reading of weights
         preparing = thread.submit(grammars.prepare)
-        model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code)
+        model = load_model(folder, dtype, kernels, device, packed_dir, quantization, *code, adapters)
     preparing.result()
     model.code_kv(kv_coding)
     draft_folder, has_assistant = _draft(speculative)

@@ -15,6 +15,7 @@ from paceline.core.types import FinishReason, Key, SamplingParams
 from paceline.engine.constraint import Grammar
 from paceline.engine.prompt_order import Arrival
 from paceline.engine.speculation import Acceptance
+from paceline.models.adapters.loading import LoadedAdapter
 
 
 class Residence(Enum):
@@ -103,6 +104,10 @@ class Request:
     """
     spare: list[int] = field(default_factory=list)
     """[groups]: slots of the arena for the copies at `kept_len`; empty if there are none."""
+    adapter: LoadedAdapter | None = None
+    """The adapter whose digest the context has. It stays in memory while the request lives, so that any step can put it
+    into a slot. None if the context has no adapter.
+    """
     grammar: Grammar | None = None
     """Compiled form of `sampling.constraint`. The runner finds it in the cache of grammars while the request lives."""
     stats: RequestStats = field(default_factory=RequestStats)

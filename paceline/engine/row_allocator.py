@@ -41,6 +41,7 @@ class RowAllocator:
                     _copied(tables),
                     request.capacity_of(tables),
                     request.context.media,
+                    request.context.adapter,
                 )
             )
             for span in request.encodings:

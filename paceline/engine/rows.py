@@ -7,7 +7,7 @@ host knows their results. On a CPU, the "device" is the thread that computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.kv_layout import KVLayout
 from paceline.core.media import MediaKind
 from paceline.core.types import SamplingParams
+from paceline.engine.row_adapters import RowAdapters
 from paceline.engine.row_media import EncodingReader, MediaPiece, RowMedia
 from paceline.engine.sampler import Draft, SamplingRow, allowed_mask, takes_best
 from paceline.engine.step import Chunk, RowAssigned, RowEncoded, RowUpdate
@@ -108,6 +109,7 @@ class Rows:
         self.drafter_lengths = [0] * count
         self.undraftable = [False] * count
         self.media = RowMedia(count, whole_media, encodings, device)
+        self.adapters = RowAdapters(count, device)
         self._rows: list[Row | None] = [None] * count
         self._drafts: list[Sequence[Draft]] = [()] * count
         self._counts: list[TokenCounts | None] = [None] * count
@@ -137,6 +139,7 @@ class Rows:
                 self._counts[row] = None
                 self.drafter_lengths[row], self.undraftable[row] = update.drafter_len, False
                 self.media.assign(update)
+                self.adapters.assign(update)
             for table, slots in zip(self._tables, update.tables):
                 table[row, : len(slots)] = slots
             self.capacities[row] = update.capacity
@@ -151,10 +154,13 @@ class Rows:
                 length = self.lengths[row]
                 start, count = length - 1, min(count, 1 + self.drafts[row], self.limits[row] - length)
             spans.append((row, start, start + count))
-        return self.span(spans)
+        inputs = self.span(spans)
+        if (adapters := self.adapters.of(spans)) is None:
+            return inputs
+        return replace(inputs, batch=replace(inputs.batch, adapters=adapters))
 
     def span(self, spans: Sequence[Span], comes_again: bool = False) -> Inputs:
-        """Form the inputs for these tokens. The result is valid until the next inputs are formed.
+        """Form the inputs for these tokens, without adapters. The result is valid until the next inputs are formed.
 
         Tokens after the context of a row are drafts, which a later step may take back.
 

@@ -26,6 +26,7 @@ from paceline.kernels.caches import AnyCache, view_coded_pool, view_pool, view_s
 from paceline.kernels.choosing import TokenChooser
 from paceline.kernels.codes import CODES
 from paceline.kernels.interface import ForwardInputs, Logits, Taps
+from paceline.models.adapters.model_adapters import ModelAdapters
 from paceline.models.base import Model
 
 _SCORED_ROWS = 256
@@ -42,6 +43,7 @@ class ModelRunner:
         drafter: proposes tokens; None without speculation. Its KV groups, if any, follow those of the model.
         probabilistic, chooser: the arguments of `RowSampler`.
         encodings: reads encodings from the host's arena; None if the model reads no encodings.
+        adapters: the adapters of the model; None if it takes none.
     """
 
     def __init__(
@@ -55,8 +57,10 @@ class ModelRunner:
         probabilistic: bool = False,
         chooser: TokenChooser | None = None,
         encodings: EncodingReader | None = None,
+        adapters: ModelAdapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._drafter = drafter
         sizes = (limits.max_seqs, limits.max_model_len, limits.max_drafts)
         ahead = model.config.whole_media, model.config.bidirectional
@@ -116,6 +120,10 @@ class ModelRunner:
 
     def _update(self, step: Step) -> None:
         self._rows.update(step.updates)
+        for placed in step.adapters:
+            assert self._adapters is not None
+            self._adapters.place(placed.slot, placed.adapter)
+            self._rows.adapters.place(placed)
         for update in step.updates:
             if isinstance(update, RowAssigned):
                 output = update.token_ids[update.prompt_len :]

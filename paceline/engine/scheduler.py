@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.core.types import Key
+from paceline.engine.adapter_slots import AdapterSlots
 from paceline.engine.background import ALL
 from paceline.engine.chunk_planner import ChunkPlanner
 from paceline.engine.compute_pool import ArenaPool, ComputePool, CopyBatch
@@ -54,6 +55,7 @@ class Scheduler:
         self._chunks = ChunkPlanner(limits, speculation, self._pool, self._residents, self._emit)
         self._prompts = PromptOrder(limits.max_batched_tokens)
         self._results = Results(limits, speculation, self._pool, self.stats)
+        self._adapters = AdapterSlots(limits.max_adapters)
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -105,13 +107,15 @@ class Scheduler:
         """Return the next step, or None if no request can continue now.
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts
-        share the rest by the rule of `PromptOrder`. A prompt waits before a span of media whose encoding is missing.
+        share the rest by the rule of `PromptOrder`. A prompt waits before a span of media whose encoding is missing,
+        and any request waits if the step has as many other adapters as there are slots.
 
         Args:
             background: largest number of background requests that decode in this step; ALL also computes their prompts.
             now: the present instant, in seconds of any clock.
         """
         self._residents.begin_plan()
+        self._adapters.begin()
         requests = self._residents.by_urgency()
         if background < ALL:
             urgent = [request for request in requests if not request.background]
@@ -122,25 +126,28 @@ class Scheduler:
         drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []
         for request in decoding:
-            if chunk := self._chunks.decode_chunk(request, drafts):
+            adapter = request.context.adapter
+            if self._adapters.fits(adapter) and (chunk := self._chunks.decode_chunk(request, drafts)):
                 chunks.append(chunk)
+                self._adapters.want(adapter)
                 drafts -= chunk.length - 1
                 budget -= chunk.length - 1
         in_step = len(chunks)
 
         def add_prompt(request: Request, tokens: int) -> int:
-            chunk = None
-            if self._residents.can_run(request):
+            chunk, adapter = None, request.context.adapter
+            if self._adapters.fits(adapter) and self._residents.can_run(request):
                 chunk = self._chunks.prompt_chunk(request, tokens, is_first=len(chunks) == in_step)
             if chunk is None:
                 return 0
+            self._adapters.want(adapter)
             chunks.append(chunk)
             return chunk.length
 
         self._prompts.share(prompts, budget, self.stats.prefill_tokens_per_second, add_prompt, now)
         if not chunks:
             return None
-        return Step(tuple(chunks), self._rows.take_updates())
+        return Step(tuple(chunks), self._rows.take_updates(), self._adapters.place())
 
     def is_long(self, step: Step) -> bool:
         """Return whether a step takes so long that the step after it should not be planned before it ends."""

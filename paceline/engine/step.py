@@ -80,6 +80,8 @@ class RowAssigned:
     """Number of tokens of the context that fit into the blocks."""
     media: tuple[MediaSpan, ...] = ()
     """Spans of media in the context. A `RowEncoded` with the slots of its encoding follows for each span."""
+    adapter: bytes = b""
+    """Digest of the request's adapter, which is in a slot in each step of the row; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +110,23 @@ RowUpdate = RowAssigned | RowExtended | RowEncoded
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPlaced:
+    """An adapter takes a slot of the device, in place of the adapter that is there."""
+
+    slot: int
+    adapter: bytes
+    """Digest of the adapter."""
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One forward pass, and the changes of rows that the device makes before it."""
 
     chunks: tuple[Chunk, ...]
     updates: tuple[RowUpdate, ...] = ()
     """Changes of the device's rows, to be made in this order before the chunks are computed."""
+    adapters: tuple[AdapterPlaced, ...] = ()
+    """Adapters that the chunks need and that the device's slots did not have."""
 
 
 @dataclass(frozen=True, slots=True)

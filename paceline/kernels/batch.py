@@ -43,6 +43,9 @@ class AttentionBatch:
     """int64 [tokens], on the device of the tables: position of the last key that each query sees in attention that
     looks ahead. It never decreases within a request, and is below `context_len`. None if each query sees no key after
     its own."""
+    adapters: Tensor | None = field(default=None, kw_only=True)
+    """int64 [tokens], on the device of the tables: slot of the adapter of each token's linear layers, -1 for none. None
+    if no token has an adapter."""
 
     def final_lengths(self) -> tuple[int, ...]:
         """Return the number of final tokens of each request, [requests]: `final_len`, or `context_len` if `final_len`

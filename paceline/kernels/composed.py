@@ -1,11 +1,12 @@
 """Defaults for the optional parts of a `Kernels` backend: fused operations as sequences of simple operations,
-operations of encoders in plain torch, no chooser of tokens, and no check of packed matrices.
+operations of adapters and encoders in plain torch, no chooser of tokens, and no check of packed matrices.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from paceline.kernels.adapters import TorchAdapters
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.choosing import TokenChooser
@@ -14,7 +15,7 @@ from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind
 from paceline.kernels.packed_weight import PackedWeight
 
 
-class Composed(TorchEncoding):
+class Composed(TorchAdapters, TorchEncoding):
     """Base class with the fused operations. A backend with kernels for them computes the same bits in fewer passes."""
 
     compiles_states = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.turns import Turns
+from paceline.kernels.adapters import AdapterKernels
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.choosing import TokenChooser
@@ -120,7 +121,8 @@ class ForwardInputs:
         places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in ends]
         codes = frozenset([cache.code for cache in self.caches])  # of all layers: a hybrid's ends may be states
         forms = [(tensor.shape[1:], tensor.dtype) for tensor in self.further]
-        return (self.layers, self.begin, self.depths, *forms, *places, codes)
+        has_adapters = self.batch.adapters is not None
+        return (self.layers, self.begin, self.depths, has_adapters, *forms, *places, codes)
 
     def keep_states(self, states: Sequence[Tensor]) -> None:
         """Give `taps` the states at its depths, in order."""
@@ -157,7 +159,7 @@ class HeadKernels(Protocol):
         """Return x [tokens, heads, n] and y [tokens, heads, m] as one tensor [tokens, heads, n + m]."""
 
 
-class Kernels(EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
+class Kernels(AdapterKernels, EncoderKernels, ExpertKernels, HeadKernels, RecurrentKernels, Protocol):
     """The operations of a backend. Float tensors have the model's dtype unless said otherwise. Norms, softmax and
     rotation compute in fp32.
     """

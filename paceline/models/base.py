@@ -15,6 +15,7 @@ from paceline.core.kv_groups import divide_groups, groups_of_layers, state_group
 from paceline.core.kv_layout import GroupShape
 from paceline.kernels.interface import ForwardInputs, Logits
 from paceline.kernels.packed_weight import PackedWeight
+from paceline.models.adapters.linears import NamedLinears
 from paceline.models.model_config import LayerType, ModelConfig, ModelFacts
 
 
@@ -51,6 +52,9 @@ class FusedExperts:
 
 class Weights(Protocol):
     """The tensors of a checkpoint. The block of the model that owns a tensor takes it once."""
+
+    linears: NamedLinears
+    """The linear layers that have taken their matrices."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor with this name on the model's device, in `dtype`; None is the model's dtype.

@@ -12,6 +12,7 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind
 from paceline.kernels.packed_weight import PackedWeight
+from paceline.models.adapters.linears import LayerAdapters
 from paceline.models.base import Weights
 from paceline.models.model_config import LayerType, ModelConfig, Rope
 from paceline.models.order import gated_order
@@ -30,6 +31,7 @@ class Linear:
         self._weight = weight
         self._bias = bias
         self._kernels = kernels
+        self.adapters: LayerAdapters | None = None
 
     @classmethod
     def take(
@@ -45,7 +47,9 @@ class Linear:
         """Take a layer from a checkpoint, with its outputs in `order`; None keeps the checkpoint's order."""
         weight = weights.take_packed(f"{place}.weight", size_out, size_in, order=order)
         own_bias = weights.take(f"{place}.bias", size_out) if bias else None
-        return cls(weight, own_bias if own_bias is None or order is None else own_bias[order], kernels)
+        linear = cls(weight, own_bias if own_bias is None or order is None else own_bias[order], kernels)
+        weights.linears.note(place, [linear], size_in, [size_out], order)
+        return linear
 
     @classmethod
     def take_parts(
@@ -68,10 +72,15 @@ class Linear:
         if bias:
             whole = weights.take(f"{place}.bias", sum(sizes_out))
             biases = torch.split(whole if order is None else whole[order], list(sizes_out))
-        return [cls(weight, part_bias, kernels) for weight, part_bias in zip(parts, biases)]
+        linears = [cls(weight, part_bias, kernels) for weight, part_bias in zip(parts, biases)]
+        weights.linears.note(place, linears, size_in, sizes_out, order)
+        return linears
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, self._weight, self._bias)
+        y = self._kernels.linear(x, self._weight, self._bias)
+        if self.adapters is not None:
+            self.adapters.add(y, x)
+        return y
 
 
 class RMSNorm:

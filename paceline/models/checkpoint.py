@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.core.errors import ModelError
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import BLOCK, QuantizedMatrix
+from paceline.models.adapters.linears import NamedLinears
 from paceline.models.base import FusedExperts
 from paceline.models.files.read_ahead import Lookahead, MappedFiles, safetensors_places, will_read
 from paceline.models.formats import ANY, Codes, StoredTensor, WeightFormat
@@ -56,6 +57,7 @@ class Checkpoint:
         stored: WeightFormat | None = None,
     ) -> None:
         self.pack = pack
+        self.linears = NamedLinears()
         self._stored = stored
         self.dtype = dtype
         self._device = device

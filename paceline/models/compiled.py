@@ -14,6 +14,8 @@ from paceline.core.kv_coding import KVCoding
 from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.interface import Forward, ForwardInputs, Kernels, Taps
 from paceline.kernels.transfer import to_device
+from paceline.models.adapters.linears import PassAdapters
+from paceline.models.adapters.model_adapters import ModelAdapters
 from paceline.models.base import PADDING, Architecture, EncodedRows
 
 
@@ -24,10 +26,15 @@ class CompiledModel:
     such as tokens within a prompt, stop before these layers. A second pass computes the other tokens in these layers.
 
     A step with rows of encodings has other compiled passes, which do not embed the tokens.
+
+    Args:
+        adapters: the adapters of the model's linear layers; None if it takes none.
     """
 
-    def __init__(self, model: Architecture, kernels: Kernels) -> None:
+    def __init__(self, model: Architecture, kernels: Kernels, adapters: ModelAdapters | None = None) -> None:
         self._model = model
+        self.adapters = adapters
+        self._passing = PassAdapters() if adapters is None else adapters.passing
         self.config = model.config
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
@@ -51,6 +58,7 @@ class CompiledModel:
         embedded: Sequence[Tensor] = ()
         if encoded is not None:
             inputs = replace(inputs, token_ids=inputs.token_ids.index_fill(0, encoded.places, PADDING))
+            self._passing.rows = inputs.batch.adapters
             embedded = self._encoded_inputs(inputs.token_ids, inputs.positions, encoded)
         taps = inputs.taps
         if wanted is None or sum(wanted) == len(inputs.token_ids) or not self._can_stop(inputs):
@@ -96,6 +104,7 @@ class CompiledModel:
         Args:
             embedded: the result of `Architecture.encoded_inputs`; empty if no token has a row of an encoding.
         """
+        self._passing.rows = inputs.batch.adapters
         looked_up = self._lookups(inputs.token_ids, inputs.begin, inputs.layers)
         run = self._run_embedded if embedded else self._run
         return run(replace(inputs, further=(*embedded, *looked_up, *inputs.further)))
@@ -119,4 +128,6 @@ def _only(batch: AttentionBatch, wanted: Sequence[int], rows: Tensor) -> Attenti
         for group in batch.groups
     )
     last_keys = None if batch.last_keys is None else batch.last_keys[rows]
-    return replace(batch, query_start=(0, *accumulate(wanted)), groups=groups, last_keys=last_keys)
+    adapters = None if batch.adapters is None else batch.adapters[rows]
+    starts = (0, *accumulate(wanted))
+    return replace(batch, query_start=starts, groups=groups, last_keys=last_keys, adapters=adapters)

@@ -31,6 +31,7 @@ class GgufWeights:
 
     def __init__(self, checkpoint: Checkpoint, file: GgufFile, device: torch.device) -> None:
         self._checkpoint = checkpoint
+        self.linears = checkpoint.linears
         self._file = file
         self._device = device
         self._left = dict(file.matrices)

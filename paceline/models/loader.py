@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +12,9 @@ import torch
 from paceline.core.config import ChosenQuantization, ModelImpl
 from paceline.core.errors import ConfigError
 from paceline.kernels.interface import Kernels
+from paceline.models.adapters.linears import NamedLinears
+from paceline.models.adapters.loading import AdapterRules
+from paceline.models.adapters.model_adapters import ModelAdapters
 from paceline.models.base import Architecture, Model
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.compiled import CompiledModel
@@ -44,6 +48,17 @@ _POOLING_HEADS = ("score.", "custom_text_proj.", "embedding_proj_layer.", "vlm.l
 Built = TypeVar("Built")
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterChoice:
+    """The adapters that a model takes."""
+
+    slots: int
+    """Largest number of adapters in one batch."""
+    rules: AdapterRules
+    dtype: torch.dtype
+    """Dtype of adapters in memory."""
+
+
 def load_model(
     path: Path,
     dtype: torch.dtype,
@@ -53,18 +68,25 @@ def load_model(
     quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     trust_remote_code: bool = False,
+    adapters: AdapterChoice | None = None,
 ) -> Model:
     """Load the model of a Hugging Face folder with safetensors.
 
     Args:
         packed_dir: folder in which processes share packed weights; None packs into memory of this process.
         trust_remote_code: run code from the folder if `transformers` has none for the model.
+        adapters: the adapters that the model takes; None if it takes none.
 
     Raises:
-        ConfigError: this folder or these kernels do not support `quantization`.
+        ConfigError: this folder or these kernels do not support `quantization` or adapters.
         ModelError: the folder cannot be read, or its tensors do not fit its config.json.
     """
     if implementation(path, model_impl) == "transformers":
+        if adapters is not None:
+            raise ConfigError(
+                f"--enable-lora: {path.name} is computed by its own code in transformers, which takes no adapters "
+                "here; merge the adapter into the model"
+            )
         # Imported here, because other models do not need the package transformers.
         from paceline.models.transformers_backend.loader import load_transformers
 
@@ -79,7 +101,7 @@ def load_model(
             )
         gguf.check_packed()
 
-    def build(pack: Pack) -> Architecture:
+    def build(pack: Pack) -> tuple[Architecture, NamedLinears]:
         checkpoint = Checkpoint(weight_files(path), dtype, device, pack, read_format(path))
         weights = checkpoint if gguf is None else GgufWeights(checkpoint, gguf, device)
         model = MODELS[config.architecture](config, weights, kernels)
@@ -87,9 +109,13 @@ def load_model(
         unread = (*model.unread, *(f"model.layers.{layer}." for layer in layers))
         heads = _POOLING_HEADS if not config.has_head else _HEADS if config.tie_word_embeddings else ()
         weights.finish((*unread, *heads))
-        return model
+        return model, weights.linears
 
-    return CompiledModel(_with_packed(build, path, dtype, packer, packed_dir), kernels)
+    model, linears = _with_packed(build, path, dtype, packer, packed_dir)
+    if adapters is None:
+        return CompiledModel(model, kernels)
+    slots = adapters.slots, adapters.rules, adapters.dtype
+    return CompiledModel(model, kernels, ModelAdapters(linears.layers, *slots, device, kernels))
 
 
 def load_assistant(

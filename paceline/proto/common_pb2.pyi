@@ -559,6 +559,35 @@ class MediaInput(_message.Message):
 Global___MediaInput: _TypeAlias = MediaInput  # noqa: Y015
 
 @_typing.final
+class Adapter(_message.Message):
+    """A low-rank adapter of the model's linear layers. The worker reads its folder if it does not have it in memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """For messages to people. KV blocks do not depend on it."""
+    folder: _builtins.str
+    digest: _builtins.bytes
+    """Digest of the content (core/adapters.py), 32 bytes. Names of KV blocks depend on it."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "folder", b"folder", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
 class Work(_message.Message):
     """The work of one attempt of a request."""
 
@@ -581,6 +610,7 @@ class Work(_message.Message):
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_TOKENS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     WORKER_EPOCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Digest of the model's config and tokenizer. A worker with another model refuses the work."""
@@ -638,6 +668,12 @@ class Work(_message.Message):
         Blocks that end there may be cached, full or not.
         """
 
+    @_builtins.property
+    def adapter(self) -> Global___Adapter:
+        """Absent for the model alone. Then `model` is as above; else it has an ending, so that workers of earlier releases refuse
+        the work.
+        """
+
     def __init__(
         self,
         *,
@@ -658,11 +694,12 @@ class Work(_message.Message):
         ttft_seconds: _builtins.float | None = ...,
         kept_tokens: _builtins.int = ...,
         shared_tokens: _builtins.int = ...,
+        adapter: Global___Adapter | None = ...,
         worker_epoch: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "key", b"key", "media_input", b"media_input", "pool", b"pool", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "adapter", b"adapter", "key", b"key", "media_input", b"media_input", "pool", b"pool", "sampling", b"sampling", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "pool", b"pool", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds", "adapter", b"adapter", "background", b"background", "cache_salt", b"cache_salt", "kept_tokens", b"kept_tokens", "key", b"key", "kind", b"kind", "media", b"media", "media_input", b"media_input", "model", b"model", "pool", b"pool", "prefix_source", b"prefix_source", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "shared_tokens", b"shared_tokens", "tails", b"tails", "token_ids", b"token_ids", "ttft_seconds", b"ttft_seconds", "worker_epoch", b"worker_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__ttft_seconds: _TypeAlias = _typing.Literal["ttft_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttft_seconds: _TypeAlias = _typing.Literal["_ttft_seconds", b"_ttft_seconds"]  # noqa: Y015

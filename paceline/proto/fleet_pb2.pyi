@@ -87,6 +87,7 @@ class Member(_message.Message):
     BEATS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
@@ -161,6 +162,10 @@ class Member(_message.Message):
     def files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Digests of the files that `model` covers, by their names, so that people learn which one differs."""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterChange]:
+        """The newest change of each name of an adapter that has changed while the cluster runs. Only gateways have it."""
+
     def __init__(
         self,
         *,
@@ -188,15 +193,48 @@ class Member(_message.Message):
         beats: _builtins.bool = ...,
         weights: _builtins.str = ...,
         files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        adapters: _abc.Iterable[Global___AdapterChange] | None = ...,
         mark: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class AdapterChange(_message.Message):
+    """A name of an adapter that a client has given, or taken away."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    folder: _builtins.str
+    """Folder of the adapter; empty if the name was taken away."""
+    digest: _builtins.bytes
+    changed: _builtins.int
+    """When it was changed, in nanoseconds since 1970. The newest change counts."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+        digest: _builtins.bytes = ...,
+        changed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "digest", b"digest", "folder", b"folder", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterChange: _TypeAlias = AdapterChange  # noqa: Y015
 
 @_typing.final
 class Distribution(_message.Message):

@@ -33,6 +33,25 @@ def test_layout_and_salt_separate_contexts_even_if_their_letters_move_from_one_t
     assert len({links(tokens, *root)[0] for root in roots}) == len(roots)
 
 
+def test_the_content_of_an_adapter_separates_contexts() -> None:
+    tokens = [1] * 2 * BASE_TOKENS
+    contexts = [
+        Context(tokens, adapter=b"one"),
+        Context(tokens, adapter=b"two"),
+        Context(tokens, adapter=b"one", encoding=b"two"),
+        Context(tokens, encoding=b"one"),
+        Context(tokens, "one"),
+        Context(tokens, adapter=b"one", shared_tokens=BASE_TOKENS, cache_salt="salt"),
+        Context(tokens, shared_tokens=BASE_TOKENS, cache_salt="salt"),
+        Context(tokens),
+    ]
+    # The first link is shared by contexts that differ only in the salt.
+    for link, shared in enumerate((2, 0)):
+        assert len({context.links("model")[link] for context in contexts}) == len(contexts) - shared
+    assert len({context.name("model", 5) for context in contexts}) == len(contexts)
+    assert Context(tokens, adapter=b"one").links("model") == contexts[0].links("model")
+
+
 def test_names_do_not_change_between_releases() -> None:
     # Cached blocks outlive a worker's restart. A change that gives other values here must also change KV_FORMAT.
     assert links(list(range(BASE_TOKENS)))[0].hex() == "ad32d7bf9ff30bbde9e7522640df4437"

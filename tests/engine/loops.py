@@ -31,6 +31,7 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Chunk, Computed, Event, Failed, Removed, Sampled, Sealed, States, Trimmed
 from paceline.kernels import select_kernels
 from paceline.kernels.block_copies import BlockCopies
+from paceline.models.adapters.loading import LoadedAdapter
 from paceline.models.base import Model
 from paceline.models.compiled import CompiledModel
 from paceline.models.gemma4_assistant import Gemma4Assistant
@@ -143,7 +144,9 @@ class Loop:
         if assistant is not None:
             assert isinstance(model, CompiledModel)
             self.watched = drafters["assistant"] = Watched(assistant, model, caches, probabilistic)
-        limits = Limits(budget, MAX_TOKENS, 8, drafts, model.config.whole_media, model.config.bidirectional)
+        own_adapters = model.adapters if isinstance(model, CompiledModel) else None
+        slots = 0 if own_adapters is None else own_adapters.slots
+        limits = Limits(budget, MAX_TOKENS, 8, drafts, model.config.whole_media, model.config.bidirectional, slots)
         self._encodings = Encodings(model, self.slots)
         chosen = drafters[drafter]
         self._events: queue.Queue[Event] = queue.Queue()
@@ -153,6 +156,7 @@ class Loop:
             ModelRunner(
                 *(model, self.layout, pool, limits, grammars or NO_GRAMMARS, chosen, probabilistic),
                 encodings=self._encodings,
+                adapters=own_adapters,
             ),
             lambda events: [self._events.put(event) for event in events] and None,
             self._failures.append,
@@ -178,13 +182,16 @@ class Loop:
             assert not self._failures
         self.engine.stop()
 
-    def run(self, asked: Sequence[Asked], media: Sequence[Media] = ()) -> list[list[Token]]:
+    def run(
+        self, asked: Sequence[Asked], media: Sequence[Media] = (), adapters: Sequence[LoadedAdapter | None] = ()
+    ) -> list[list[Token]]:
         """Run requests at the same time, each from its first token, and return their output tokens.
 
         An encoding comes only after the tokens before its span are computed, and goes when its span is computed.
 
         Args:
             media: of each request; empty if no request has any.
+            adapters: of each request; empty if no request has any.
         """
         outputs: dict[Key, list[Token]] = {}
         own: dict[Key, list[list[int]]] = {}
@@ -195,8 +202,10 @@ class Loop:
             own[key] = [[*table] for table in tables]
             outputs[key] = []
             spans = media[index] if media else ()
-            context = Context(prompt, media=[span for span, _ in spans])
-            self.engine.add(Request(key, context, len(prompt), sampling, self.layout, tables))
+            adapter = adapters[index] if adapters else None
+            digest = b"" if adapter is None else adapter.digest
+            context = Context(prompt, media=[span for span, _ in spans], adapter=digest)
+            self.engine.add(Request(key, context, len(prompt), sampling, self.layout, tables, adapter=adapter))
             given[key] = _Given(self, key, spans)
             given[key].go_on(0)
         left = set(outputs)

@@ -24,7 +24,8 @@ from paceline.kernels.batch import AttentionBatch
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.interface import Forward, ForwardInputs, Taps
 from paceline.kernels.native import NativeKernels
-from paceline.kernels.native.library import instruction_sets
+from paceline.kernels.native.fusing import fuse
+from paceline.kernels.native.library import KernelKind, Op, instruction_sets
 from paceline.kernels.packed_weight import PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, quantize_int8
 
@@ -381,3 +382,25 @@ def test_nothing_comes_late_from_threads_that_lost_their_core(
     expected = passes(NativeKernels(1), 1)[0]
     for result in passes(NativeKernels(4 * (os.cpu_count() or 1)), 150):
         assert torch.equal(result, expected)
+
+
+def test_the_adapters_of_layers_with_one_input_are_one_job() -> None:
+    x, w, a, b, c = (torch.empty(2, 4, device="meta") for _ in range(5))
+    linear, adapt, add = KernelKind.LINEAR, KernelKind.ADAPT, KernelKind.ADD
+
+    def operation(kind: KernelKind, out: Tensor, of: Tensor) -> tuple[Op, tuple[Tensor | None, ...]]:
+        return Op(kind), (out, of, None, None, None)
+
+    operations = [
+        *(operation(kind, out, x) for out in (a, b) for kind in (linear, adapt)),
+        operation(add, w, b),
+        operation(linear, c, w),
+        operation(adapt, c, w),
+    ]
+    fused = fuse(operations, [c])
+    assert [(op.kind, op.joined) for op, _ in fused] == [
+        *((linear, 1), (linear, 0), (adapt, 1), (adapt, 0), (add, 0)),
+        *((linear, 0), (adapt, 0)),
+    ]
+    outs = [operands[0] for _, operands in fused]
+    assert all(out is own for out, own in zip(outs, (a, b, a, b, w, c, c), strict=True))

@@ -38,6 +38,8 @@ class PagedContexts:
         ]
         self._caches = layer_caches(layout, self._pool)
         self._lengths = [0] * requests
+        self.adapters: dict[int, int] = {}
+        """Slots of the adapters of requests; other requests have none."""
 
     def step(
         self,
@@ -62,7 +64,10 @@ class PagedContexts:
         if image is not None:
             owners = torch.tensor([request for request, new in tokens.items() for _ in new])
             encoded, last_keys = _read_image(owners, torch.cat(positions), *image)
-        batch = AttentionBatch(tuple(starts), contexts, groups, last_keys=last_keys)
+        adapters = torch.tensor([self.adapters.get(request, -1) for request, new in tokens.items() for _ in new])
+        batch = AttentionBatch(
+            tuple(starts), contexts, groups, last_keys=last_keys, adapters=adapters if self.adapters else None
+        )
         flat = torch.tensor([token for new in tokens.values() for token in new])
         with torch.inference_mode():
             counts = None if wanted is None else [wanted[request] for request in tokens]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
+from paceline.core.adapters import adapter_folders
 from paceline.core.config.http import HttpOptions
 from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
 from paceline.core.options import Size, option
@@ -72,6 +75,18 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "",
         "JSON object that says how vectors are made with --convert embed. Default: "
         '{"pooling_type": "LAST", "normalize": true}. pooling_type: LAST, MEAN or CLS',
+        "model",
+    )
+    enable_lora: bool = option(
+        False,
+        "requests may name adapters (LoRA), which gateways and workers read from folders that PEFT has written "
+        "(docs/adapters.md)",
+        "model",
+    )
+    lora_modules: str = option(
+        "",
+        "adapters by name: NAME=FOLDER,OTHER=FOLDER, or JSON objects with name and path. A request names an adapter as "
+        "its model",
         "model",
     )
     max_logprobs: int = option(
@@ -288,3 +303,8 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "limits",
         at_least=1,
     )
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> GatewayConfig:
+        adapter_folders(self)
+        return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from paceline.core import env
+from paceline.core.adapters import LoraDType
 from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.kvtransfer import KVTransferConfig
 from paceline.core.config.planner import PlannerOptions
@@ -17,6 +18,7 @@ from paceline.core.config.service import (
     ModelImpl,
     Quantization,
     ServiceConfig,
+    check_adapters,
     check_http,
     check_model_code,
     check_step_size,
@@ -59,6 +61,13 @@ class ServeConfig(PlannerOptions):
     quantization_config: str = same_option(WorkerConfig, "quantization_config")
     model_impl: ModelImpl = same_option(WorkerConfig, "model_impl")
     trust_remote_code: bool = same_option(WorkerConfig, "trust_remote_code")
+    enable_lora: bool = same_option(GatewayConfig, "enable_lora")
+    lora_modules: str = same_option(GatewayConfig, "lora_modules")
+    max_loras: int = same_option(WorkerConfig, "max_loras")
+    max_lora_rank: int = same_option(WorkerConfig, "max_lora_rank")
+    max_cpu_loras: int = same_option(WorkerConfig, "max_cpu_loras")
+    lora_dtype: LoraDType = same_option(WorkerConfig, "lora_dtype")
+    lora_target_modules: str = same_option(WorkerConfig, "lora_target_modules")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     shared_prompts: str = same_option(GatewayConfig, "shared_prompts")
@@ -166,6 +175,7 @@ class ServeConfig(PlannerOptions):
     def _check_together(self) -> ServeConfig:
         check_step_size(self.max_batched_tokens, self.max_seqs)
         check_model_code(self)
+        check_adapters(self)
         KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
         check_http(self)
         if self.planner:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, model_validator
 
+from paceline.core.adapters import LoraOptions, adapter_folders
 from paceline.core.errors import ConfigError
 from paceline.core.online_quantization import OnlineQuantization, read_online_quantization
 from paceline.core.options import Options, check_all_or_none, option
@@ -119,6 +120,13 @@ class ServiceConfig(Options):
         return self
 
 
+class _WorkerAdapters(LoraOptions, Protocol):
+    """The options about adapters that a worker and `serve` have."""
+
+    max_loras: int
+    max_cpu_loras: int
+
+
 class _HttpServer(Protocol):
     """The options of an HTTP server, which a gateway and `serve` have."""
 
@@ -156,6 +164,16 @@ def check_step_size(max_batched_tokens: int, max_seqs: int) -> None:
         raise ConfigError(
             f"--max-batched-tokens {max_batched_tokens} is less than --max-seqs {max_seqs}: "
             "each step computes a token of every running sequence; raise the first or lower the second"
+        )
+
+
+def check_adapters(config: _WorkerAdapters) -> None:
+    """Raise ConfigError if the options about adapters contradict each other."""
+    adapter_folders(config)
+    if config.max_cpu_loras and config.max_cpu_loras < config.max_loras:
+        raise ConfigError(
+            f"--max-cpu-loras {config.max_cpu_loras} is less than --max-loras {config.max_loras}: the adapters of a "
+            "step are among those in memory; raise the first or lower the second"
         )
 
 

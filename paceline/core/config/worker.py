@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import model_validator
 
+from paceline.core.adapters import LoraDType
 from paceline.core.config.gateway import GatewayConfig
 from paceline.core.config.service import (
     DType,
@@ -12,6 +13,7 @@ from paceline.core.config.service import (
     ModelImpl,
     Quantization,
     ServiceConfig,
+    check_adapters,
     check_model_code,
     check_step_size,
 )
@@ -84,6 +86,30 @@ class WorkerConfig(ServiceConfig):
     )
     convert: Convert = same_option(GatewayConfig, "convert")
     pooler_config: str = same_option(GatewayConfig, "pooler_config")
+    enable_lora: bool = same_option(GatewayConfig, "enable_lora")
+    lora_modules: str = same_option(
+        GatewayConfig,
+        "lora_modules",
+        help="adapters that are read once when the worker starts, so that errors are found: NAME=FOLDER,OTHER=FOLDER, "
+        "or JSON objects with name and path. Requests may name others, which gateways know",
+    )
+    max_loras: int = option(8, "adapters of one step at most", "model", at_least=1)
+    max_lora_rank: int = option(64, "largest rank of an adapter", "model", at_least=1, at_most=512)
+    max_cpu_loras: int = option(
+        0,
+        "adapters in a worker's memory at most; those that were used longest ago make room. 0: four times --max-loras",
+        "model",
+        at_least=0,
+    )
+    lora_dtype: LoraDType = option(
+        "auto", "type of adapters in memory: auto is that of the model, as --dtype says; sums are in float32", "model"
+    )
+    lora_target_modules: str = option(
+        "",
+        "names of modules, separated by commas, such as o_proj,qkv_proj: adapters change only these modules, and what "
+        "they say about others is left out. Default: all modules",
+        "model",
+    )
     max_model_len: int = option(
         0,
         "longest context in tokens (prompt and output); 0 takes the model's limit, or less if the KV memory is too "
@@ -163,7 +189,13 @@ class WorkerConfig(ServiceConfig):
         check_model_code(self)
         KVCoding.parse(self.kv_cache_dtype, self.kv_cache_dtype_skip_layers)
         pooling_choice(self)
+        check_adapters(self)
         return self
+
+    @property
+    def max_adapters(self) -> int:
+        """Largest number of adapters in a worker's memory."""
+        return self.max_cpu_loras or 4 * self.max_loras
 
     @property
     def kv_coding(self) -> KVCoding:

@@ -11,6 +11,7 @@ from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.composed import Composed
 from paceline.kernels.interface import Forward, Logits, NormKind
+from paceline.kernels.native.adapters import NativeAdapters
 from paceline.kernels.native.caches import cache_format, kernel_cache
 from paceline.kernels.native.chooser import NativeChooser
 from paceline.kernels.native.encoding import NativeEncoding
@@ -39,7 +40,7 @@ INTEGER_PRODUCTS = ("avx512-bf16", "avx512", "avx2")
 """Instruction sets that multiply bf16 with quantized weights in integers, without rounding the weights to bf16."""
 
 
-class NativeKernels(NativeEncoding, NativeExperts, NativeRecurrence, Composed):
+class NativeKernels(NativeAdapters, NativeEncoding, NativeExperts, NativeRecurrence, Composed):
     """`Kernels` in bf16 and fp32 on a CPU, with a team of threads of its own.
 
     Each row of a result is computed in an order that depends only on the shapes of the weights. So a row has the same

@@ -57,6 +57,7 @@ class KernelKind(IntEnum):
     LAYER_NORM = 25
     GELU = 26
     GELU_AND_MUL = 27
+    ADAPT = 28
 
 
 TYPES = {torch.bfloat16: 0, torch.float32: 1}
@@ -123,6 +124,7 @@ class KernelStep(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("query_start", "context_len", "final_len", "last_keys")),
         *((name, ctypes.c_void_p) for name in ("token_ids", "positions")),
         ("groups", ctypes.POINTER(Group)),
+        ("adapters", ctypes.c_void_p),
     ]
 
 
@@ -146,14 +148,15 @@ def make_step(tokens: int, batch: AttentionBatch, groups: Sequence[GroupTables])
         )
     )
     step = KernelStep(tokens, requests, *map(ctypes.addressof, (starts, lengths, final)), groups=tables)
-    last_keys = batch.last_keys
-    if last_keys is not None:
-        if last_keys.dtype != torch.int64 or last_keys.shape != (tokens,):
-            found = f"{list(last_keys.shape)} {last_keys.dtype}"
-            raise ValueError(f"last_keys must be {[tokens]} torch.int64, not {found}")
-        last_keys = last_keys.contiguous()
-        step.last_keys = last_keys.data_ptr()
-    step.kept = (starts, lengths, final, last_keys, tensors, tables)
+    of_tokens = {name: getattr(batch, name) for name in ("last_keys", "adapters")}
+    for name, tensor in of_tokens.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != torch.int64 or tensor.shape != (tokens,):
+            raise ValueError(f"{name} must be {[tokens]} torch.int64, not {list(tensor.shape)} {tensor.dtype}")
+        of_tokens[name] = tensor = tensor.contiguous()
+        setattr(step, name, tensor.data_ptr())
+    step.kept = (starts, lengths, final, of_tokens, tensors, tables)
     return step
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigError
 from paceline.core.turns import Turns
 from paceline.kernels.batch import AttentionBatch, GroupTables
+from paceline.kernels.native.fusing import Operands
 from paceline.kernels.native.library import (
     ERRORS,
     POINTERS,
@@ -25,7 +26,7 @@ from paceline.kernels.native.library import (
     load_library,
     make_step,
 )
-from paceline.kernels.native.replay import Operands, StepRecorder
+from paceline.kernels.native.replay import StepRecorder
 from paceline.kernels.packed_weight import PackedWeight
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,17 +21,14 @@ from torch.utils._pytree import tree_leaves
 from paceline.core.errors import ConfigError
 from paceline.kernels.batch import GroupTables
 from paceline.kernels.interface import Forward, ForwardInputs, run_with_states
-from paceline.kernels.native.library import COMPRESSED, MOST_JOINED, POINTERS, KernelKind, KernelStep, Op, make_step
-from paceline.kernels.native.tiles import BYTE_INPUT, FIXED_SCALE, must_unpack
+from paceline.kernels.native.fusing import Operands, buffer_of, fuse
+from paceline.kernels.native.library import POINTERS, KernelStep, Op, make_step
 
 RECORDED_TOKENS = 2
 """Number of tokens in the pass that is recorded. A pass of one token would not show the stride of rows."""
 _TOKENS_STEP = 64
 _CACHE_LINE = 64
 _MAX_PROGRAMS = 8
-
-Operands = tuple[Tensor | None, ...]
-"""The tensors to which the `POINTERS` of an operation point."""
 
 
 class StepRecorder:
@@ -47,71 +43,6 @@ class StepRecorder:
             op.group = next(index for index, known_group in enumerate(self._groups) if known_group is group)
         op.rows //= RECORDED_TOKENS
         self.operations.append((op, operands))
-
-
-_GATED = {
-    KernelKind.SILU_AND_MUL: KernelKind.LINEAR_SILU_AND_MUL,
-    KernelKind.GELU_TANH_AND_MUL: KernelKind.LINEAR_GELU_TANH_AND_MUL,
-}
-
-
-def fuse_gated_layers(
-    operations: Sequence[tuple[Op, Operands]], results: Sequence[Tensor]
-) -> list[tuple[Op, Operands]]:
-    """Fuse two linear layers with the activation if no other operation reads their results. The bits stay the same.
-
-    The intermediate results, which are the widest rows of a model, are then never written to memory.
-    """
-    uses = Counter(_buffer(tensor) for _, operands in operations for tensor in operands if tensor is not None)
-    uses.update(map(_buffer, results))
-
-    def is_between(tensor: Tensor | None) -> bool:
-        return tensor is not None and uses[_buffer(tensor)] == 2
-
-    fused: list[tuple[Op, Operands]] = []
-    for op, operands in operations:
-        fused.append((op, operands))
-        if op.kind in _GATED and len(fused) > 2:
-            (gate, (gate_out, x, gate_weight, gate_bias, _)), (up, (up_out, up_x, up_weight, up_bias, _)) = fused[-3:-1]
-            if (
-                gate.kind == up.kind == KernelKind.LINEAR
-                and gate.format == up.format
-                and not gate.format & FIXED_SCALE
-                and gate_bias is up_bias is None
-                and (x is up_x and gate_out is operands[1] and up_out is operands[2])
-                and (is_between(gate_out) and is_between(up_out))
-            ):
-                gate.kind = _GATED[KernelKind(op.kind)]
-                fused[-3:] = [(gate, (operands[0], x, gate_weight, up_weight, None))]
-    return fused
-
-
-def join_layers(operations: Sequence[tuple[Op, Operands]]) -> None:
-    """Mark consecutive linear layers that have the same input, so that all threads compute them together as one job."""
-    first: tuple[Op, Operands] | None = None
-    for op, operands in operations:
-        if first is not None and _can_join(first, op, operands):
-            first[0].joined += 1
-        else:
-            first = (op, operands) if op.kind == KernelKind.LINEAR else None
-
-
-def _can_join(first: tuple[Op, Operands], op: Op, operands: Operands) -> bool:
-    kernel_op, (_, x, *_) = first
-    return (
-        op.kind == KernelKind.LINEAR
-        and operands[1] is x
-        and _form(op) == _form(kernel_op)
-        and not kernel_op.format & FIXED_SCALE
-        and kernel_op.joined + 1 < MOST_JOINED
-    )
-
-
-def _form(op: Op) -> tuple[bool, bool, bool, int]:
-    """Return whether the operation's weights have a special format, whether they are compressed, whether they are
-    always unpacked, and how x is rounded. All operations of a job have the same form, and round x in the same way.
-    """
-    return op.format != 0, op.format == COMPRESSED, must_unpack(op.format), op.format & (BYTE_INPUT | FIXED_SCALE)
 
 
 class _OnlyViews(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,14 +81,13 @@ class Program:
     """
 
     def __init__(self, recorder: StepRecorder, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        operations = fuse_gated_layers(recorder.operations, results)
-        join_layers(operations)
+        operations = fuse(recorder.operations, results)
         self._operands = [operands for _, operands in operations]
         self._ops = (Op * len(operations))(*(op for op, _ in operations))
         self._rows = [((*result.shape[1:],), result.dtype) for result in results]
-        self._inputs = {_buffer(tensor) for tensor in inputs}
+        self._inputs = {buffer_of(tensor) for tensor in inputs}
         # Each step has other memory for the results, and for all inputs but token ids and positions.
-        self._outside = {_buffer(tensor): index for index, tensor in enumerate((*inputs[2:], *results))}
+        self._outside = {buffer_of(tensor): index for index, tensor in enumerate((*inputs[2:], *results))}
         self._offsets, self._bytes_per_token = self._plan()
         self._capacity = 0
         self._places: list[tuple[Op, str, int, int]] = []
@@ -184,13 +114,13 @@ class Program:
     def _plan(self) -> tuple[dict[int, int], int]:
         """Return the offset of every buffer and the size of all, both in bytes per token."""
         last_use = {
-            _buffer(tensor): index for index, operands in enumerate(self._operands) for tensor in _buffers(operands)
+            buffer_of(tensor): index for index, operands in enumerate(self._operands) for tensor in _buffers(operands)
         }
         offsets: dict[int, int] = {}
         free: dict[int, list[int]] = {}
         end = 0
         for index, operands in enumerate(self._operands):
-            sizes = {_buffer(tensor): _bytes_per_token(tensor) for tensor in _buffers(operands)}
+            sizes = {buffer_of(tensor): _bytes_per_token(tensor) for tensor in _buffers(operands)}
             sizes = {buffer: size for buffer, size in sizes.items() if buffer not in self._inputs}
             for buffer, size in sizes.items():
                 if buffer not in offsets:
@@ -214,7 +144,7 @@ class Program:
                 if not tensor.is_meta:
                     setattr(op, name, tensor.data_ptr())
                     continue
-                buffer, offset = _buffer(tensor), int(tensor.storage_offset()) * tensor.itemsize
+                buffer, offset = buffer_of(tensor), int(tensor.storage_offset()) * tensor.itemsize
                 if buffer in self._outside:
                     self._places.append((op, name, self._outside[buffer], offset))
                 elif buffer not in self._inputs:
@@ -261,11 +191,6 @@ class Replay:
 def _buffers(operands: Operands) -> list[Tensor]:
     """Return the operands that are inputs or results of the pass, not weights."""
     return [tensor for tensor in operands if tensor is not None and tensor.is_meta]
-
-
-def _buffer(tensor: Tensor) -> int:
-    """Return an id of a tensor's buffer, which all views of it share."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _bytes_per_token(tensor: Tensor) -> int:

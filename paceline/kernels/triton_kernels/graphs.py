@@ -93,8 +93,10 @@ class Size:
 
 
 def size_of(batch: AttentionBatch) -> Size | None:
-    """Return the smallest size that fits; None if the step is too large or empty, or if its tokens look ahead."""
-    if not batch.context_len or batch.query_start[-1] == 0 or batch.last_keys is not None:
+    """Return the smallest size that fits; None if the step is too large or empty, or if its tokens look ahead or have
+    adapters, whose kernels depend on the largest rank among them.
+    """
+    if not batch.context_len or batch.query_start[-1] == 0 or batch.last_keys is not None or batch.adapters is not None:
         return None
     queries = triton.next_power_of_2(max(end - begin for begin, end in pairwise(batch.query_start)))
     requests = triton.next_power_of_2(len(batch.context_len))

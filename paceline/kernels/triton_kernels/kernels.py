@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from paceline.core.errors import ConfigError
+from paceline.kernels.adapters import AdaptedLayer
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import LayerCache
 from paceline.kernels.encoding import Tower
@@ -15,7 +16,7 @@ from paceline.kernels.interface import Forward, HeadNorms, NormKind
 from paceline.kernels.packed_weight import Allocate, PackedWeight
 from paceline.kernels.quantized import QuantizedMatrix, QuantizedRows
 from paceline.kernels.reference import ReferenceKernels
-from paceline.kernels.triton_kernels import rowwise
+from paceline.kernels.triton_kernels import adapters, rowwise
 from paceline.kernels.triton_kernels.attention import AttentionPlan, attention, make_plan, tile_rows
 from paceline.kernels.triton_kernels.device import INTERPRETED, matmul
 from paceline.kernels.triton_kernels.experts import experts as compute_experts
@@ -83,6 +84,9 @@ class TritonKernels(ReferenceKernels):
 
     def linear_heads(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return _invariant_heads(x, weight.data) if self._batch_invariant else super().linear_heads(x, weight)
+
+    def adapt(self, y: Tensor, x: Tensor, layer: AdaptedLayer, rows: Tensor) -> None:
+        adapters.adapt(y, x, layer, rows)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, kind: NormKind = NormKind.ROUNDED) -> Tensor:
         return rowwise.rms_norm(x, weight, eps, kind)

@@ -26,6 +26,7 @@ from paceline.core.metrics import Family, MetricKind, Sample
 from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.proto.fleet_pb2 import (
+    AdapterChange,
     HostReport,
     KeyUse,
     LoadReport,
@@ -104,6 +105,8 @@ class Member:
     """Versions of the protocol between services that the member speaks."""
     release: str = paceline.__version__
     """Release of the member; "" for earlier releases, which do not name it."""
+    adapters: Sequence[AdapterChange] = ()
+    """Changes of the names of adapters; set by gateways only."""
     beats: bool = True
     """Whether the member writes beats. Members of earlier releases write none."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from paceline.core.adapters import Adapter
 from paceline.core.context import Context
 from paceline.core.errors import ConstraintError, InvalidRequestError
 from paceline.core.media import DIGEST_BYTES, Grid, MediaInput, MediaKind, MediaSpan
@@ -193,7 +194,21 @@ def _grid(sizes: Sequence[int], length: int) -> Grid | None:
 
 def context_from_pb(work: pb.Work) -> Context:
     """Return the context of an attempt. Raises InvalidRequestError if its spans of media are not valid."""
-    return Context(work.token_ids, work.cache_salt, spans_from_pb(work.media), shared_tokens=work.shared_tokens)
+    spans, adapter = spans_from_pb(work.media), work.adapter.digest
+    return Context(work.token_ids, work.cache_salt, spans, shared_tokens=work.shared_tokens, adapter=adapter)
+
+
+def adapter_to_pb(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(name=adapter.name, folder=adapter.folder, digest=adapter.digest)
+
+
+def work_model(model: str, has_adapter: bool) -> str:
+    """Return `Work.model` for a model with this digest.
+
+    It has an ending if the work has an adapter, so that workers of releases that know no adapters refuse the work.
+    Otherwise they would compute the model alone.
+    """
+    return f"{model} with an adapter" if has_adapter else model
 
 
 def media_input_to_pb(media: MediaInput) -> pb.MediaInput:

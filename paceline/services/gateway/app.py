@@ -21,6 +21,7 @@ from paceline.services.gateway.api.messages.bodies import MessageError, MessageE
 from paceline.services.gateway.api.messages.routes import add_messages
 from paceline.services.gateway.api.openai.bodies import ChatChunk, CompletionChunk
 from paceline.services.gateway.api.openai.routes import add_chat_batch, add_openai
+from paceline.services.gateway.api.operators.adapters import add_adapters
 from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
@@ -114,6 +115,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         add(app.router, gateway)
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)
+    add_adapters(app.router, gateway)
     add_step_records(app.router, gateway)
     add_console(app.router, gateway)
     batches = add_batches(app.router, gateway, store, app)

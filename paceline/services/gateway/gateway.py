@@ -75,7 +75,8 @@ class Gateway:
         self.traces, self.requests = shared.traces, shared.requests
         fleets = (ModelFleet(own, tokenizer, shared, index) for index, (own, tokenizer) in enumerate(models))
         self.models = {fleet.name: fleet for fleet in fleets}
-        """The models by their names in the API."""
+        """The models by their names in the API, without their adapters."""
+        self._check_names()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def prepare(self) -> None:
@@ -147,7 +148,11 @@ class Gateway:
             return next(iter(self.models.values()))
         if name is not None and (model := self.models.get(name)) is not None:
             return model
-        served = ", ".join(map(repr, self.models))
+        if name is not None and (base := self.base_of(name)) is not None:
+            adapter = base.adapters.find(name)
+            assert adapter is not None
+            return base.under(adapter)
+        served = ", ".join(map(repr, self.names()))
         if name is None:
             raise ApiError(400, f"this server serves several models; say which one: {served}", param="model")
         raise ApiError(
@@ -156,6 +161,20 @@ class Gateway:
             param="model",
             code="model_not_found",
         )
+
+    def base_of(self, name: str) -> ModelFleet | None:
+        """Return the model that has an adapter with this name; None if there is none."""
+        return next((model for model in self.models.values() if model.adapters.find(name) is not None), None)
+
+    def names(self) -> list[str]:
+        """Return the names of all models, and of their adapters."""
+        return [*self.models, *(adapter.name for model in self.models.values() for adapter in model.adapters)]
+
+    def _check_names(self) -> None:
+        """Raise ConfigError if an adapter has the name of a model or of another model's adapter."""
+        names = self.names()
+        if twice := next((name for name in names if names.count(name) > 1), ""):
+            raise ConfigError(f"--lora-modules: {twice!r} is the name of another model or adapter; choose another name")
 
     def named(self, name: str | None) -> list[ModelFleet]:
         """Return the model with this name, or all models if it is None. Raises ApiError if it is not served here."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from starlette.requests import Request
 
+from paceline.core.adapters import Adapter, adapter_folders
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import UnavailableError
 from paceline.core.options import parse_bytes
@@ -29,6 +31,7 @@ from paceline.services.common.pins import write_pins
 from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.seals import Seal
 from paceline.services.common.secret import Secret
+from paceline.services.gateway.fleet.adapter_book import AdapterBook
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import ApiError
@@ -93,6 +96,9 @@ class ModelFleet:
         self.name = config.served_model_name or Path(config.model).name
         self.tokenizer = tokenizer
         self.media, self.traces, self.requests = shared.media, shared.traces, shared.requests
+        self.adapters = AdapterBook(adapter_folders(config))
+        self.adapter: Adapter | None = None
+        """The adapter that a request names in place of the model; see `under`."""
         self.forms = choose_forms(
             config.tool_call_parser,
             config.reasoning_parser,
@@ -117,7 +123,7 @@ class ModelFleet:
             tokenizer.files,
             shared.credentials,
             count_ignored=self.metrics.members_ignored.inc,
-            on_refresh=lambda: self.runner.follow_fleet(),
+            on_refresh=self._follow_fleet,
         )
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
@@ -141,6 +147,27 @@ class ModelFleet:
         """None if no trace is recorded."""
         about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
         self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
+
+    def _follow_fleet(self) -> None:
+        for gateway in self.fleet.gateways:
+            self.adapters.merge(gateway.adapters)
+        self.runner.follow_fleet()
+
+    def name_adapter(self, adapter: Adapter) -> None:
+        """Give an adapter a name, here and at the model's other gateways. Raises BusyError if there are too many."""
+        self.adapters.put(adapter)
+        self._registrar.announce()
+
+    def forget_adapter(self, name: str) -> None:
+        """Take a name away from an adapter, here and at the model's other gateways."""
+        self.adapters.remove(name)
+        self._registrar.announce()
+
+    def under(self, adapter: Adapter) -> ModelFleet:
+        """Return the model under the name of one of its adapters. It shares all other parts with this object."""
+        view = copy.copy(self)
+        view.name, view.adapter = adapter.name, adapter
+        return view
 
     async def start(self) -> None:
         """Read the fleet, and register this gateway in it."""
@@ -306,6 +333,7 @@ class ModelFleet:
             load=LoadReport(running=self.runner.running, waiting=len(self.runner.queue)),
             keys=self._shared.key_uses(),
             traffic=self.runner.traffic.report(),
+            adapters=self.adapters.changes,
         )
 
 

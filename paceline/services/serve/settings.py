@@ -68,7 +68,8 @@ def fleet_settings(
         is_encoder: whether the model has pool workers, which have other defaults.
         turns_file: the file by which workers of several models take turns; "" if there is one model.
     """
-    left_out = {*_GATEWAY, *_MODEL, *_SERVE, "served_model_name"} - {"convert", "pooler_config"}
+    shared = {"convert", "pooler_config", "enable_lora", "lora_modules"}
+    left_out = {*_GATEWAY, *_MODEL, *_SERVE, "served_model_name"} - shared
     options = {name: value for name, value in config.model_dump().items() if name not in left_out}
     options |= {"model": str(model), "redis": redis, "cluster": cluster, "auth_token_file": str(secret)}
     if is_encoder:

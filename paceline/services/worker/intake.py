@@ -20,6 +20,7 @@ from paceline.engine.request import Request
 from paceline.proto import common_pb2 as pb
 from paceline.proto import worker_pb2 as wire
 from paceline.services.common.wire import sampling_of
+from paceline.services.worker.adapters import AdapterStore
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.leases import Reservation
 from paceline.services.worker.work_check import check_token
@@ -36,9 +37,11 @@ class Intake:
     Args:
         loaded: the model.
         kv: the worker's connection to the kvtransfer service of its host.
+        adapters: the adapters in the worker's memory.
     """
 
-    def __init__(self, loaded: Loaded, kv: KVClient) -> None:
+    def __init__(self, loaded: Loaded, kv: KVClient, adapters: AdapterStore) -> None:
+        self._adapters = adapters
         self._layout = loaded.layout
         self._grammars = loaded.grammars
         self._vocab_size = loaded.model.config.vocab_size
@@ -159,6 +162,7 @@ class Intake:
             spare=list(spare),
             background=work.background,
             wanted_seconds=work.ttft_seconds if work.HasField("ttft_seconds") else None,
+            adapter=self._adapters.adapter_of(work),
             grammar=grammar,
         )
 

@@ -6,21 +6,25 @@ import asyncio
 import logging
 import uuid
 
+from paceline.core.adapters import adapter_folders
 from paceline.core.config import quantization_of
 from paceline.core.context import Context
 from paceline.core.errors import BusyError
+from paceline.core.options import listed
 from paceline.core.pooling_choice import pooling_choice
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
+from paceline.models.adapters.loading import AdapterRules, target_modules
+from paceline.models.loader import AdapterChoice
 from paceline.models.pooling.causal import load_pooler
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.worker import Worker, WorkerLimits
-from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
+from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len, named_dtype
 
 _PROMPT = [0] * 8
 """Token ids of the request that warms a worker up. With its output, this request is shorter than a block. So no block
@@ -79,10 +83,12 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     longest = max_model_len(config, loaded.layout, loaded.max_position, place.slots, memory.slots)
     steps_in_flight = STEPS_IN_FLIGHT if config.async_scheduling else 1
     itl_target = config.itl_target_ms / 1000 or None
-    limits = WorkerLimits(longest, config.max_batched_tokens, config.max_seqs, steps_in_flight, itl_target)
+    sizes = longest, config.max_batched_tokens, config.max_seqs
+    limits = WorkerLimits(*sizes, steps_in_flight, itl_target, config.max_adapters)
     how = loaded.model.config.bidirectional, pooling_choice(config)
     pooler = await asyncio.to_thread(load_pooler, setup.folder, *how)
     worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns, pooler)
+    await asyncio.to_thread(worker.adapters.check, adapter_folders(config).values())
     await warm_up(worker)
     await worker.load_for(setup.role.name)
     return worker
@@ -90,8 +96,17 @@ async def make_worker(setup: WorkerSetup) -> Worker:
 
 def _load(setup: WorkerSetup) -> Loaded:
     compute, config = setup.compute, setup.config
-    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_coding
+    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_coding, _adapters(setup)
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
+
+
+def _adapters(setup: WorkerSetup) -> AdapterChoice | None:
+    config = setup.config
+    if not config.enable_lora:
+        return None
+    dtype = setup.compute.dtype if config.lora_dtype == "auto" else named_dtype(config.lora_dtype)
+    rules = AdapterRules(config.max_lora_rank, target_modules(listed(config.lora_target_modules)))
+    return AdapterChoice(config.max_loras, rules, dtype)
 
 
 def _kv_memory(setup: WorkerSetup, loaded: Loaded, place: ArenaPlace) -> KVMemory:

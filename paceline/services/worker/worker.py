@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +25,8 @@ from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.common.registry import Role
-from paceline.services.common.wire import key_from_pb, load_to_pb
+from paceline.services.common.wire import key_from_pb, load_to_pb, work_model
+from paceline.services.worker.adapters import AdapterStore
 from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.dispatcher import Dispatcher, lost
 from paceline.services.worker.encoder import WorkerEncoder
@@ -64,6 +66,8 @@ class WorkerLimits:
     steps_in_flight: int
     itl_target: float | None = None
     """Target for the length of steps with urgent requests, in seconds. None leaves no time to the background."""
+    max_adapters: int = 0
+    """Largest number of adapters in memory."""
 
 
 class Worker:
@@ -104,7 +108,8 @@ class Worker:
         self.admission = WorkerAdmission(limits.max_seqs)
         self._facts = loaded.model.config
         self.pooler = pooler
-        self.intake = Intake(loaded, kv)
+        self.adapters = AdapterStore(loaded.adapters, limits.max_adapters)
+        self.intake = Intake(loaded, kv, self.adapters)
         self._streams = EventStreams()
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
@@ -116,6 +121,7 @@ class Worker:
             loaded.max_drafts,
             loaded.model.config.whole_media,
             loaded.model.config.bidirectional,
+            self.adapters.slots,
         )
         rows = None if self.encodings is None else self.encodings.rows
         self.runner = loaded.runner(memory.pool, self.engine_limits, rows)
@@ -201,6 +207,7 @@ class Worker:
             yield from self.pooled.samples()
         if self.encoding is not None:
             yield from self.encoding.encoder.samples()
+        yield from self.adapters.samples()
 
     @property
     def goes_on(self) -> bool:
@@ -210,7 +217,8 @@ class Worker:
         return self.engine.step_seconds < ALIVE_SECONDS
 
     def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
-        """Count work as running for the body of a `with` statement. Raises the errors of `WorkerAdmission`.
+        """Count work as running, with its adapter in memory, for the body of a `with` statement. Raises the errors of
+        `WorkerAdmission` and `AdapterStore.holding`.
 
         Encodings take no place, because requests that occupy all places may wait for them.
 
@@ -222,7 +230,12 @@ class Worker:
         self.role.check(work.worker_epoch, role)
         if work.kind == pb.WORK_KIND_ENCODE:
             return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
-        return self.admission.admit(work.background)
+        return self._admit(work)
+
+    @contextlib.asynccontextmanager
+    async def _admit(self, work: pb.Work) -> AsyncIterator[None]:
+        async with self.admission.admit(work.background), self.adapters.holding(work):
+            yield
 
     async def load_for(self, role: Role) -> None:
         """Load the encoders if requests need them in this role. In other roles, the first request that needs them loads
@@ -254,11 +267,13 @@ class Worker:
 
         Raises InvalidRequestError, or UnavailableError if another worker may be able to do it.
         """
-        if work.model != self.model_id:
+        if work.model != work_model(self.model_id, work.HasField("adapter")):
             raise UnavailableError("this worker serves another model")
         if work.kind == pb.WORK_KIND_ENCODE:
             check_encode(work, self.limits.max_model_len)
         elif work.kind == pb.WORK_KIND_POOL:
+            if work.HasField("adapter"):
+                raise InvalidRequestError("adapters only change models that generate", "model")
             check_pool(work, self.limits.max_model_len)
             check_pool_contexts(work, self._facts.vocab_size, self._facts.has_grids)
         elif self._facts.only_pools:

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.core.adapters import Adapter
 from paceline.core.config import WorkerConfig
 from paceline.proto import common_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.rpc import RpcServer, open_channel
-from paceline.services.common.wire import token_to_pb
+from paceline.services.common.wire import adapter_to_pb, token_to_pb, work_model
 from paceline.services.gateway.fleet.event_feed import EventFeed, Inbox
 from paceline.services.kvtransfer.host_memory import HostOptions
 from paceline.services.kvtransfer.service import KVTransferService
@@ -151,10 +152,14 @@ class Host:
         cancel_after: int | None = None,
         tails: Sequence[int] = (),
         kept: int = 0,
+        adapter: Adapter | None = None,
         **sampling: object,
     ) -> Outcome:
         """Run one request as the gateway does. If `aggregated`, the decode worker computes the prompt."""
         work = self.work(f"r{random.getrandbits(64)}", prompt, max_tokens, **sampling)
+        if adapter is not None:
+            work.adapter.CopyFrom(adapter_to_pb(adapter))
+            work.model = work_model(self.model, has_adapter=True)
         work.tails.extend(tails)
         work.kept_tokens = kept
         outcome = Outcome([], 0, [])

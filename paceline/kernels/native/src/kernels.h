@@ -14,6 +14,7 @@ static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 #include "tiles.h"
 #include "rows.h"
 #include "linear.h"
+#include "adapters.h"
 #include "layout.h"
 #include "codes.h"
 #include "unpack.h"
@@ -48,7 +49,7 @@ struct Table {
         store_kv<T>, attention<T>, silu_and_mul<T>, gelu_tanh_and_mul<T>, add<T>, linear_silu_and_mul<T>,
         linear_gelu_tanh_and_mul<T>, scale<T>, causal_conv<T>, selective_scan<T>, logits<T>,
         choose<T>, linear_heads<T>, concat<T>, router_logits<T>, choose_experts<T>, experts<T>, add_gated<T>,
-        sigmoid_and_mul<T>, gated_delta_rule<T>, layer_norm<T>, gelu<T>, gelu_and_mul<T>,
+        sigmoid_and_mul<T>, gated_delta_rule<T>, layer_norm<T>, gelu<T>, gelu_and_mul<T>, adapt<T>,
     };
 };
 

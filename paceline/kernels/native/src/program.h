@@ -145,6 +145,8 @@ enum Kind : int32_t {
                   // or null; f0: eps
     kGelu,        // out[rows, n0] = gelu(a); n2: whether in its tanh form
     kGeluAndMul,  // out[rows, n0] = gelu(a) * b; b has row stride n1
+    kAdapt,       // out[rows, n1] += scale * (up (down a[rows, n0]) + bias); n2: row stride of a; b: LowRank of each slot;
+                  // c: int64 slot of each row, or null for step.adapters; format: `Type` of the adapters
     kKinds,
 };
 
@@ -198,11 +200,21 @@ struct Op {
     Cache cache;
     int64_t group;
     int64_t format;  // `Format` of the weights
-    // Number of kLinear operations after this one that are computed with it. They have the same `a`, and their weights
-    // are all quantized, all compressed, or all whole.
+    // Number of operations of the same kind, kLinear or kAdapt, after this one that are computed with it. They have the
+    // same `a`, and their weights are all quantized, all compressed, or all whole.
     int64_t joined;
 };
 constexpr int64_t kMostJoined = 4;  // including the first one
+
+// One adapter's part for a layer, see `LowRank` of ../../adapters.py: down [rank, in], up [rank, out] and bias [out], or
+// null. The rank is 0 if the adapter has no part for the layer.
+struct LowRank {
+    const void *down, *up, *bias;
+    int64_t rank;
+    float scale;
+    int32_t unused;
+};
+constexpr int64_t kMostRank = 512;
 
 // See `GroupTables` of ../../batch.py.
 struct Group {
@@ -217,6 +229,7 @@ struct Step {
     const int64_t *query_start, *context_len, *final_len, *last_keys;
     const int64_t *token_ids, *positions;  // input of kEmbed and kRotation if their `a` is null
     const Group* groups;
+    const int64_t* adapters;  // slot of each token's adapter, negative for none; null if no token has one
 };
 
 using Kernel = void (*)(const Op&, const Step&, Team&);

@@ -161,7 +161,8 @@ async def start(
     """
     scope = scope_of(request)
     plan, ids = with_headers(plan, request), None
-    plan = dataclasses.replace(plan, cache_salt=model.cache_salts.salt(scope.caller, plan.cache_salt))
+    salt = model.cache_salts.salt(scope.caller, plan.cache_salt)
+    plan = dataclasses.replace(plan, cache_salt=salt, adapter=model.adapter)
     if resumable is not None and wants_ids(request.headers):
         plan, ids = await aside(request, _with_ids, plan, resumable, request)
     else:

@@ -149,6 +149,8 @@ def answer_digest(plan: Plan, body: BaseModel) -> bytes:
             repr(prompt.media).encode(),
             sampling_to_pb(sampling).SerializeToString(deterministic=True),
         ]
+    if plan.adapter_digest:
+        parts.append(plan.adapter_digest)
     # Digests of the parts, so that no byte can move from one part to another.
     whole = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(whole).digest()[:12]

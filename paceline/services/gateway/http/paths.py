@@ -109,6 +109,8 @@ DECISIONS: dict[str, Access] = {
     "/fleet/scale": Access.ADMIN,
     "/fleet/steps": Access.ADMIN,
     "/reset_prefix_cache": Access.ADMIN,
+    "/v1/load_lora_adapter": Access.ADMIN,
+    "/v1/unload_lora_adapter": Access.ADMIN,
     "/server_info": Access.ADMIN,
     "/": Access.ADMIN,
     "/console/feed": Access.ADMIN,

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from fastapi import Request
 
+from paceline.core.adapters import Adapter
 from paceline.core.media import MediaInput, MediaSpan
 from paceline.core.request_classes import DEFAULT
 from paceline.core.types import SamplingParams
@@ -100,6 +101,8 @@ class Plan:
     skip_special_tokens: bool
     cache_salt: str
     """Salt of the cached blocks: at first the client's `cache_salt` or "", later the salt that `CacheSalts` derives."""
+    adapter: Adapter | None = None
+    """The adapter with which the model computes the request; None for the model alone."""
     wanted_priority: int | None = None
     """The priority in the request's body, lower is more urgent; None if it has none."""
     priority: int = 0
@@ -136,6 +139,11 @@ class Plan:
 
     rendered_at: datetime.datetime | None = None
     """Local time that the chat template saw; None if there was no template."""
+
+    @property
+    def adapter_digest(self) -> bytes:
+        """Digest of the adapter's content; empty for the model alone."""
+        return b"" if self.adapter is None else self.adapter.digest
 
     def prompt_of(self, index: int) -> PromptPlan:
         """Return the prompt of the choice with this index, and the choice's seed in its sampling parameters.

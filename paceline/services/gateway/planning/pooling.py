@@ -237,16 +237,17 @@ def _encode(
     special = options.add_special_tokens and config.special_tokens
 
     def prepared(text: str) -> str:
-        return text.lower() if config.lower_case else text
+        return (text.lower() if config.lower_case else text) + suffix
 
     texts: list[tuple[str | tuple[str, str], str]] = []
     for each in inputs:
         match each.content:
             case str(text):
                 _check_filled(text, each.place)
-                texts.append((prepared(options.prompt + text) + suffix, each.place))
+                texts.append((prepared(options.prompt + text), each.place))
             case (str(first), str(second)):
-                texts.append(((prepared(options.prompt + first) + suffix, prepared(second)), each.place))
+                second = second.lower() if config.lower_case else second
+                texts.append(((prepared(options.prompt + first), second), each.place))
     found = iter(encode_texts(tokenizer, texts, special))
     encoded: list[Encoded] = []
     for each in inputs:

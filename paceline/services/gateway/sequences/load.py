@@ -213,7 +213,9 @@ class LoadControl:
                 max_tokens=max_tokens - len(sequence.generated),
                 arrived=sequence.trace.arrived,
                 deadline=deadline,
-                fingerprint=hash((plan.owner, plan.cache_salt, max_tokens, tuple(prompt.token_ids))),
+                fingerprint=hash(
+                    (plan.owner, plan.cache_salt, plan.adapter_digest, max_tokens, tuple(prompt.token_ids))
+                ),
                 ttft_seconds=plan.ttft_seconds,
                 waited=sequence.progress.waited,
             )

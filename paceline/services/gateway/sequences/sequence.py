@@ -13,7 +13,7 @@ from paceline.core.context import Context
 from paceline.core.errors import UnavailableError
 from paceline.core.types import FinishReason, Key
 from paceline.proto import common_pb2
-from paceline.services.common.wire import key_to_pb, sampling_to_pb, span_to_pb
+from paceline.services.common.wire import adapter_to_pb, key_to_pb, sampling_to_pb, span_to_pb, work_model
 from paceline.services.gateway.planning.plan import Plan, PromptPlan
 from paceline.services.gateway.planning.pool_bundle import PoolBundle
 from paceline.services.gateway.sequences.attempt_trace import AttemptTrace
@@ -63,8 +63,8 @@ class SequenceRun:
 
     def __post_init__(self) -> None:
         self.prompt = prompt = self.plan.prompt_of(self.trace.index)
-        salt = self.plan.cache_salt
-        self.context = Context(prompt.token_ids, salt, prompt.media, shared_tokens=prompt.shared_tokens)
+        salt, adapter, shared = self.plan.cache_salt, self.plan.adapter_digest, prompt.shared_tokens
+        self.context = Context(prompt.token_ids, salt, prompt.media, shared_tokens=shared, adapter=adapter)
         self.missing = [] if prompt.pool is None else list(range(len(prompt.pool.inputs)))
         self.progress = SequenceProgress(failed_at=self.trace.arrived, waited=self.plan.waited)
 
@@ -104,7 +104,8 @@ class SequenceRun:
             sampling = dataclasses.replace(sampling, prompt_logprobs=None)
         return common_pb2.Work(
             key=key_to_pb(Key(self.request_id, self.progress.attempts, 1)),
-            model=model,
+            model=work_model(model, plan.adapter is not None),
+            adapter=None if plan.adapter is None else adapter_to_pb(plan.adapter),
             token_ids=self.context.token_ids,
             prompt_tokens=len(prompt.token_ids),
             sampling=sampling_to_pb(sampling),

@@ -173,6 +173,8 @@ class BatchRunner:
     def _gate_of(self, line: Line) -> LineGate:
         """Return the gate of the line's model. A line for no known model will be refused, so any open gate is good."""
         name = line.body.get("model")
+        if isinstance(name, str) and (base := self._gateway.base_of(name)) is not None:
+            name = base.name
         if isinstance(name, str) and name in self._gates:
             return self._gates[name]
         gates = list(self._gates.values())

@@ -69,13 +69,14 @@ class OpenAiApi:
 
     def _card(self, model: ModelFleet) -> dict[str, Any]:
         pooling = model.pooling
+        base = None if model.adapter is None else self._gateway.base_of(model.name)
         return {
             "id": model.name,
             "object": "model",
             "created": self._gateway.started,
             "owned_by": "paceline",
-            "root": model.name,
-            "parent": None,
+            "root": model.name if base is None else base.name,
+            "parent": None if base is None else base.name,
             "max_model_len": model.fleet.max_model_len(),
             "tasks": model.abilities,
             "permission": [],
@@ -85,8 +86,9 @@ class OpenAiApi:
 
     async def list_models(self) -> dict[str, Any]:
         # A model is listed once a worker has loaded it. It stays listed, because workers come and go.
-        served = [self._card(model) for model in self._gateway.models.values() if model.fleet.has_served.is_set()]
-        return {"object": "list", "data": served}
+        served = [model for model in self._gateway.models.values() if model.fleet.has_served.is_set()]
+        adapted = [model.under(adapter) for model in served for adapter in model.adapters]
+        return {"object": "list", "data": [self._card(model) for model in (*served, *adapted)]}
 
     async def get_model(self, model: str) -> dict[str, Any]:
         found = self._gateway.pick(model)

@@ -1,4 +1,4 @@
-"""Inputs of pooling that are conversations, perhaps with images, and texts or token ids in their place."""
+"""Conversations as inputs of pooling, perhaps with images: each becomes the tokens of the model's chat template."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Any, Self
 from fastapi import Request
 from pydantic import Field, model_validator
 
-from paceline.core.pooling import PoolRole
 from paceline.services.gateway.api.chat_planning import encode_conversation, with_media
 from paceline.services.gateway.api.pooling.inputs import TextFields, check_count, text_inputs
 from paceline.services.gateway.http.errors import ApiError
@@ -28,10 +27,8 @@ class InputOrMessages(TextFields):
 
     input: str | list[str] | list[TokenId] | list[list[TokenId]] | None = None
     messages: Conversation | list[Conversation] | None = None
-    """A conversation, or several, with images if the model takes them. Each is one input: its text by the model's chat
+    """A conversation, or several, with images if the model takes them. Each is one input, by the model's chat
     template."""
-    prompt_name: str | None = None
-    """Name of the model's prompt that stands before each text. Default: the model's default prompt, if it has one."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to texts. Default: to `input`, and not to `messages`."""
     add_generation_prompt: bool = False
@@ -45,16 +42,8 @@ class InputOrMessages(TextFields):
             raise ApiError(400, "send either input or messages", param="input")
         return self
 
-    @property
-    def role(self) -> PoolRole | None:
-        """What the inputs are, by the name of their prompt."""
-        return "query" if self.prompt_name == "query" else None
-
     async def inputs(self, model: ModelFleet, request: Request) -> list[TextInput]:
-        """Return the inputs, after their media have been loaded.
-
-        Raises ApiError if there are none or too many, and the errors of `conversation_inputs`.
-        """
+        """Return the inputs. Raises ApiError if there are none or too many, and the errors of `conversation_inputs`."""
         if self.input is not None:
             return text_inputs(self.input, "input")
         given: Any = self.messages or []
@@ -81,13 +70,13 @@ async def conversation_inputs(
     add_special_tokens: bool = False,
     **fields: Any,
 ) -> list[TextInput]:
-    """Return the tokens and media of each conversation.
+    """Return the tokens of each conversation, with its media.
 
     Args:
         conversations: the conversations by their fields in the body, which errors name.
         fields: further fields of `ChatFields`.
 
-    Raises ApiError if there are none or too many, or if the model has no chat template, and the errors of
+    Raises ApiError if there are too many, or if the model has no chat template, and the errors of
     `encode_conversation`.
     """
     first = next(iter(conversations), "messages")
@@ -96,19 +85,14 @@ async def conversation_inputs(
     for place, messages in conversations.items():
         name_places(list(messages), place)
         chat = ChatFields(messages=list(messages), **fields)
-        prompt = await _prompt_of(model, request, chat, place, add_special_tokens)
+        if model.pooling is not None and model.pooling.image_prompt and _is_image(messages):
+            prompt = await _image_prompt(model, chat, request, model.pooling.image_prompt)
+        elif not model.tokenizer.chat_template_source:
+            raise ApiError(400, "this model has no chat template for messages: send texts in input", param=first)
+        else:
+            prompt = await encode_conversation(model, chat, request, add_special_tokens)
         inputs.append(TextInput(prompt.token_ids, place, prompt.media, prompt.inputs))
     return inputs
-
-
-async def _prompt_of(
-    model: ModelFleet, request: Request, chat: ChatFields, place: str, add_special_tokens: bool
-) -> Prompt:
-    if model.pooling is not None and model.pooling.image_prompt and _is_image(chat.messages):
-        return await _image_prompt(model, chat, request, model.pooling.image_prompt)
-    if not model.tokenizer.chat_template_source:
-        raise ApiError(400, "this model has no chat template for messages: send texts in input", param=place)
-    return await encode_conversation(model, chat, request, add_special_tokens)
 
 
 def _is_image(messages: Sequence[ChatMessage]) -> bool:

@@ -21,10 +21,12 @@ from paceline.services.gateway.http.errors import ApiError
 
 
 class EmbeddingRequest(InputOrMessages, EncodingFields):
-    """The body of POST /v1/embeddings: `input`, or conversations in `messages` for models with a chat template."""
+    """The body of POST /v1/embeddings."""
 
     dimensions: int | None = Field(None, ge=1)
     """Length to which embeddings are cut before they get the length 1. Default: the model's own."""
+    prompt_name: str | None = None
+    """Name of the model's prompt that stands before each text. Default: the model's default prompt, if it has one."""
     use_activation: bool | None = None
     """Whether embeddings get the length 1. Default: as the checkpoint says."""
 

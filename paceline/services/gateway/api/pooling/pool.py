@@ -102,6 +102,8 @@ async def pool_parts(
     All parts are checked before anything is computed, and the results of all parts are of one model. Raises the errors
     of `pool`.
     """
+    if model.adapter is not None:
+        raise ApiError(400, f"{model.name!r} is an adapter, which only generates text; name its model", param="model")
     config, scope = model.pooling, scope_of(request)
     for _, options in parts:
         if config is None or options.task not in config.tasks:

@@ -40,6 +40,9 @@ class PoolingRequest(InputOrMessages, EncodingFields):
 
     task: Literal["embed", "classify", "token_embed", "token_classify", "score", "sparse", "plugin"] | None = None
     """What to compute. Default: the first task of the model in PREFERRED."""
+    prompt_name: str | None = None
+    """Name of the model's prompt that stands before each text. "query" also makes the inputs queries, for models whose
+    vectors of tokens differ between queries and documents. Default: no prompt, and documents."""
     dimensions: int | None = Field(None, ge=1)
     """Length to which embeddings are cut."""
     use_activation: bool | None = None
@@ -83,8 +86,8 @@ class VllmPoolingApi:
             dimensions=body.dimensions,
             normalize=body.use_activation if task in ("embed", "token_embed") else None,
             activation=body.use_activation,
-            prompt=_prompt_of(model, body),
-            role=body.role,
+            prompt="" if body.prompt_name is None else prompt_named(model, body.prompt_name, "prompt_name"),
+            role="query" if body.prompt_name == "query" else None,
             add_special_tokens=body.add_special_tokens is not False,
         )
         response_id = choose_id(body.request_id, request)
@@ -95,11 +98,7 @@ class VllmPoolingApi:
     async def classify(self, body: ClassifyRequest, request: Request) -> Response:
         model = choose_model(self._gateway, body.model, "classify")
         options = body.pool_options(
-            model,
-            "classify",
-            activation=body.use_activation,
-            prompt=_prompt_of(model, body),
-            add_special_tokens=body.add_special_tokens is not False,
+            model, "classify", activation=body.use_activation, add_special_tokens=body.add_special_tokens is not False
         )
         response_id = choose_id(body.request_id, request)
         pooled = await pool(model, request, await body.inputs(model, request), options)
@@ -114,11 +113,6 @@ class VllmPoolingApi:
             return written_json(json_object(head, data=json_list(map(to_json, entries))))
 
         return await written(request, pooled.rows, write)
-
-
-def _prompt_of(model: ModelFleet, body: InputOrMessages) -> str:
-    """Return the text of the prompt that a request names; "" if it names none, because not all tasks have a default."""
-    return "" if body.prompt_name is None else prompt_named(model, body.prompt_name, "prompt_name")
 
 
 def label_names(model: ModelFleet, row: Values) -> list[str]:

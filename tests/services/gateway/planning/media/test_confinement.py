@@ -17,7 +17,7 @@ from tests.services.gateway.planning.media.samples import IMAGE_FORMATS, audio_f
 
 CHILD = """
 import os, signal, socket, sys
-from paceline.services.gateway.planning.media.decoder import confine
+from paceline.services.gateway.planning.media.confinement import confine
 
 file, address = sys.argv[1:]
 attempts = {

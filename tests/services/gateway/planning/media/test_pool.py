@@ -242,7 +242,7 @@ def test_memory_of_a_process_is_limited() -> None:
 
 def may_leave_network() -> bool:
     """Return whether the system allows a new process what a process that decodes asks for."""
-    program = "from paceline.services.gateway.planning.media.decoder import leave_network; print(leave_network())"
+    program = "from paceline.services.gateway.planning.media.confinement import leave_network; print(leave_network())"
     return subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "True"
 
 

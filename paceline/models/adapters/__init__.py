@@ -1,0 +1,1 @@
+"""Adapters (LoRA) of models, read from the folders that PEFT writes."""

@@ -1,0 +1,107 @@
+"""The adapters in the device's slots, and requests with adapters in the scheduler and the decode loop."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from paceline.core.context import Context
+from paceline.core.kv_layout import GroupShape, make_layout
+from paceline.core.types import Key, SamplingParams, Token
+from paceline.engine.adapter_slots import AdapterSlots
+from paceline.engine.limits import Limits
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler
+from paceline.engine.step import AdapterPlaced, ChunkResult, StepResult
+from tests.adapters import merged, write_adapter
+from tests.engine.loops import Loop, load
+from tests.models.adapters.test_adapted_models import load_adapted
+from tests.tiny_checkpoints import write_tiny
+
+A, B, C = b"a", b"b", b"c"
+
+
+def step(slots: AdapterSlots, *adapters: bytes) -> tuple[AdapterPlaced, ...]:
+    slots.begin()
+    for adapter in adapters:
+        assert slots.fits(adapter)
+        slots.want(adapter)
+    return slots.place()
+
+
+def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
+    slots = AdapterSlots(2)
+    assert step(slots, A, B, A) == (AdapterPlaced(0, A), AdapterPlaced(1, B))
+    assert step(slots, A) == ()
+    assert step(slots, C) == (AdapterPlaced(1, C),)
+    assert step(slots, A, C) == ()
+    assert step(slots, B, C) == (AdapterPlaced(0, B),)
+
+
+def test_a_step_has_no_more_adapters_than_slots() -> None:
+    slots = AdapterSlots(1)
+    slots.begin()
+    slots.want(A)
+    assert slots.fits(A)
+    assert slots.fits(b"")
+    assert not slots.fits(B)
+    assert not AdapterSlots(0).fits(A)
+
+
+def test_slots_follow_random_steps() -> None:
+    rng, slots, there = random.Random(1), AdapterSlots(3), dict[int, bytes]()
+    for _ in range(500):
+        wanted = rng.sample([bytes([index]) for index in range(8)], rng.randint(0, 3))
+        for placed in step(slots, *wanted):
+            there[placed.slot] = placed.adapter
+        assert set(wanted) <= set(there.values())
+        assert set(there) <= {0, 1, 2}
+
+
+LAYOUT = make_layout((GroupShape("full", (0,), 1, 8),), 4, "test")
+
+
+def test_requests_wait_while_a_step_has_as_many_other_adapters_as_slots() -> None:
+    scheduler = Scheduler(Limits(64, 64, 8, max_adapters=1))
+    for index, adapter in enumerate((A, B, b"", A)):
+        tables = [[index * 8 + block for block in range(4)]]
+        context = Context([1] * 5, adapter=adapter)
+        sampling = SamplingParams(max_tokens=2, temperature=0.0)
+        scheduler.add(Request(Key(str(index), 1, 1), context, 5, sampling, LAYOUT, tables))
+    seen, placed = [], []
+    while (planned := scheduler.plan()) is not None:
+        seen.append([chunk.key.request_id for chunk in planned.chunks])
+        placed += [update.adapter for update in planned.adapters]
+        results = [ChunkResult([Token(1)] if chunk.samples else []) for chunk in planned.chunks]
+        scheduler.apply(planned, StepResult(results, 0.01))
+    assert seen == [["0", "2", "3"], ["0", "2", "3"], ["1"], ["1"]]
+    assert placed == [A, B]
+
+
+PROMPTS = [[(7 * index * index + 3 * own) % 97 for index in range(30)] for own in range(4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["none", "lookup", "early"])
+def test_requests_with_adapters_get_the_tokens_of_merged_models(drafter: str, tmp_path: Path) -> None:
+    reference = write_tiny(tmp_path / "base", "llama")
+    wanted, folders = [], []
+    for seed in range(3):
+        folders.append(write_adapter(tmp_path / f"adapter {seed}", reference, seed=seed, size=3.0))
+        merged(reference, folders[-1]).save_pretrained(tmp_path / f"merged {seed}")
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    for index, folder in enumerate(("merged 0", "base", "merged 1", "merged 2")):
+        loop = Loop(load(tmp_path / folder), 1, "none")
+        wanted += loop.run([(PROMPTS[index], sampling)])
+        loop.engine.stop()
+    model = load_adapted(tmp_path / "base")
+    assert model.adapters is not None
+    adapters = [model.adapters.read(folder) for folder in folders]
+    loop = Loop(model, 2, drafter)
+    order = (adapters[0], None, adapters[1], adapters[2])
+    found = loop.run([(prompt, sampling) for prompt in PROMPTS], adapters=order)
+    loop.engine.stop()
+    assert [[token.id for token in own] for own in found] == [[token.id for token in own] for own in wanted]
+    assert len({str(own) for own in wanted}) == 4

@@ -1,0 +1,149 @@
+"""Adapters by name at a gateway: requests, the list of models, and names that come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from paceline.core.adapters import Adapter, read_adapter
+from paceline.core.errors import ConfigError
+from paceline.services.gateway.api.resume import answer_digest
+from paceline.services.gateway.planning.schemas import CompletionRequest
+from tests.adapters import write_files
+from tests.services.gateway.api.batches.conftest import ended, line, submit
+from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.toy_plans import toy_sequence
+
+
+def write(folder: Path, alpha: int = 1) -> Path:
+    """Write an adapter that no model fits. Gateways read only its content's digest."""
+    write_files(folder, {"peft_type": "LORA", "lora_alpha": alpha}, {"x": torch.ones(1)})
+    return folder
+
+
+@pytest.fixture
+async def adapted(start_stack: StartStack, tmp_path: Path) -> Stack:
+    one, two = (write(tmp_path / name, alpha) for name, alpha in (("one", 1), ("two", 2)))
+    store = str(tmp_path / "store.db")
+    return await start_stack(enable_lora=True, lora_modules=f"sql={one},chat={two}", store=store)
+
+
+async def complete(stack: Stack, model: str | None, **options: Any) -> httpx.Response:
+    return await stack.post("/v1/completions", model=model, prompt="x", max_tokens=3, **options)
+
+
+def newest(stack: Stack) -> Any:
+    return stack.workers["decode-0"].calls[-1].work
+
+
+async def base(stack: Stack) -> str:
+    cards = (await stack.http.get("/v1/models")).json()["data"]
+    return str(next(card["id"] for card in cards if card["parent"] is None))
+
+
+async def test_a_request_names_an_adapter_as_its_model(adapted: Stack, tmp_path: Path) -> None:
+    name = await base(adapted)
+    assert (await complete(adapted, name)).json()["model"] == name
+    plain = newest(adapted)
+    assert not plain.HasField("adapter")
+    answer = (await complete(adapted, "sql")).json()
+    assert answer["model"] == "sql"
+    work = newest(adapted)
+    own = read_adapter("sql", str(tmp_path / "one"))
+    assert (work.adapter.name, work.adapter.folder, work.adapter.digest) == ("sql", own.folder, own.digest)
+    assert work.model != plain.model  # so that an older worker refuses it
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/v1/responses": {"input": "x", "max_output_tokens": 16},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_every_api_takes_adapters(adapted: Stack, path: str) -> None:
+    answer = await adapted.post(path, model="chat", **BODIES[path])
+    assert answer.status_code == 200, answer.text
+    assert newest(adapted).adapter.name == "chat"
+
+
+async def test_lines_of_batches_name_adapters(adapted: Stack) -> None:
+    batch = await submit(adapted, [line("1", model="sql"), line("2", model="none")])
+    counts = (await ended(adapted, batch.id)).request_counts
+    assert counts is not None
+    assert (counts.completed, counts.failed) == (1, 1)
+    assert newest(adapted).adapter.name == "sql"
+
+
+async def test_models_are_listed_with_their_adapters(adapted: Stack) -> None:
+    name = await base(adapted)
+    cards = (await adapted.http.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["parent"], card["root"]) for card in cards] == [
+        (name, None, name),
+        ("sql", name, name),
+        ("chat", name, name),
+    ]
+    assert (await adapted.http.get("/v1/models/sql")).json()["parent"] == name
+    unknown = await complete(adapted, "other")
+    assert unknown.status_code == 404
+    assert "'sql'" in unknown.json()["error"]["message"]
+
+
+def test_the_content_of_an_adapter_decides_what_is_cached_and_which_stream_goes_on() -> None:
+    tokens = list(range(32))
+    adapters = [None, *(Adapter("x", "/x", bytes([content])) for content in range(2)), Adapter("y", "/y", bytes([1]))]
+    sequences = [toy_sequence(tokens, adapter=adapter) for adapter in adapters]
+    plain, first, second, renamed = (sequence.context.links("layout")[0] for sequence in sequences)
+    assert len({plain, first, second}) == 3
+    assert renamed == second
+    body = CompletionRequest(prompt="x")
+    plain, first, second, renamed = (answer_digest(sequence.plan, body) for sequence in sequences)
+    assert len({plain, first, second}) == 3
+    assert renamed == second
+
+
+async def test_names_come_and_go(adapted: Stack, tmp_path: Path) -> None:
+    folder, load = str(write(tmp_path / "new", 3)), "/v1/load_lora_adapter"
+    assert (await adapted.post(load, lora_name="new", lora_path=folder)).status_code == 200
+    assert (await complete(adapted, "new")).status_code == 200
+    before = newest(adapted).adapter.digest
+    write(tmp_path / "new", 4)
+    again = await adapted.post(load, lora_name="new", lora_path=folder)
+    assert again.status_code == 400
+    assert "load_inplace" in again.text
+    await complete(adapted, "new")
+    assert newest(adapted).adapter.digest == before
+    assert (await adapted.post(load, lora_name="new", lora_path=folder, load_inplace=True)).status_code == 200
+    await complete(adapted, "new")
+    assert newest(adapted).adapter.digest != before
+    assert (await adapted.post("/v1/unload_lora_adapter", lora_name="new")).status_code == 200
+    assert (await complete(adapted, "new")).status_code == 404
+    assert (await adapted.post("/v1/unload_lora_adapter", lora_name="new")).status_code == 404
+
+
+async def test_folders_that_are_no_adapters_are_refused(adapted: Stack, tmp_path: Path) -> None:
+    answer = await adapted.post("/v1/load_lora_adapter", lora_name="new", lora_path=str(tmp_path / "none"))
+    assert answer.status_code == 400
+    assert "an adapter is a folder as PEFT saves it" in answer.text
+    taken = await adapted.post("/v1/load_lora_adapter", lora_name=await base(adapted), lora_path=str(tmp_path / "one"))
+    assert taken.status_code == 400
+
+
+async def test_a_server_without_adapters_says_so(stack: Stack, tmp_path: Path) -> None:
+    answer = await stack.post("/v1/load_lora_adapter", lora_name="x", lora_path=str(write(tmp_path / "x")))
+    assert answer.status_code == 400
+    assert "--enable-lora" in answer.text
+
+
+async def test_two_names_that_are_the_same_are_refused(
+    start_stack: StartStack, toy_model: Path, tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "x")
+    with pytest.raises(ConfigError, match="name of another model"):
+        await start_stack(enable_lora=True, lora_modules=f"{toy_model.name}={folder}")
