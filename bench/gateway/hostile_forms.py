@@ -1,6 +1,6 @@
 """Requests at the limits of each route of the API, for `bench.gateway.hostile_bodies`. Pure functions of /openapi.json.
 
-All paths for clients are in the schema, except those that are the same as another one.
+`ALIASES` and `LEFT_OUT` name the paths for clients that are not attacked, so that no new route is forgotten.
 """
 
 from __future__ import annotations
@@ -35,6 +35,14 @@ ALIASES: Mapping[str, str] = {
     "/v1/classify": "/classify",
 }
 """Paths with the same handler as another path, which is measured."""
+LEFT_OUT = frozenset(
+    {
+        "/invocations",  # hands its body to other routes
+        "/v1/responses/{response_id}/cancel",  # these have no body
+        "/v1/batches/{batch_id}/cancel",
+        "/v1/messages/batches/{batch_id}/cancel",
+    }
+)
 _EMBEDS = ("/v1/embeddings", "/v1/embed", "/v2/embed", "/embed", "/embed_all", "/similarity")
 _SCORES = ("/score", "/rerank")
 MODELS: Mapping[str, Sequence[str]] = {
