@@ -11,6 +11,7 @@ a command fails.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -90,6 +91,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.compute.scaling": "{model} --batch 1 --context 64 --tokens 2 --rounds 1",
     "bench.fleet.simulate_error": "{model} --load 'short chats' --load burst-32 --rounds 1 --seconds 5",
     "bench.fleet.simulate_scale": "--trace {trace} --workers 8 --requests 50",
+    "bench.serving.sentence_transformers_peer": "{encoder}",
     "bench.serving.soak": "--hours 0.005 --rate 4",
     "bench.serving.start": "--model {model} --rounds 1",
     "bench.serving.structured": "--url {url} --count 2",
@@ -115,7 +117,12 @@ def _root(values: Mapping[str, str]) -> str:
     return "" if os.geteuid() == 0 and shutil.which("ip") else "root and iproute2"
 
 
+def _package(name: str) -> str:
+    return "" if importlib.util.find_spec(name) else f"the package {name}"
+
+
 NEEDS: Mapping[str, Check] = {
+    "bench.serving.sentence_transformers_peer": lambda values: _package("sentence_transformers"),
     "bench.serving.headline": lambda values: "" if values["vllm"] else "vLLM's client: --vllm VENV",
     "bench.serving.q4": lambda values: "" if values["llama"] else "llama-cpp-python: --llama VENV",
     "bench.transfer.hosts": _root,
@@ -181,6 +188,7 @@ def main() -> int:
             "folder": folder,
             "model": f"{folder}/tiny",
             "tokenizer": str(tokenizer),
+            "encoder": str(resolve_model("all-minilm-l6-v2", default_cache_dir(), print)),
             "trace": f"{folder}/trace.jsonl",
             "url": f"http://127.0.0.1:{port}",
             "serve": f"{sys.executable} -m paceline serve",

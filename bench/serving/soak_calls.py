@@ -345,13 +345,15 @@ INSIDE = frozenset(
 OF_ENCODERS = frozenset(
     {
         *("/v1/embeddings", "/embeddings", "/v1/embed", "/v2/embed", "/pooling", "/classify", "/v1/classify"),
-        *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info"),
+        *("/embed", "/embed_all", "/embed_sparse", "/predict", "/similarity", "/info", "/decode"),
     }
 )
 """Routes of models for embeddings and labels. The soak has a model that generates."""
-LEFT_OUT = OF_ENCODERS | {"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"}
-"""Routes without requests: those of other models, streams without an end, files, and a route that would empty the
-cache.
+OF_ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""Routes of adapters. The soak's model has none."""
+LEFT_OUT = OF_ENCODERS | OF_ADAPTERS | {"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"}
+"""Routes without requests: those of other models and of adapters, streams without an end, files, and a route that would
+empty the cache.
 """
 
 WEIGHTS = {"/v1/chat/completions": 40, "/v1/completions": 30, "/v1/messages": 8, "/v1/responses": 4, "/v1/batches": 1}

@@ -23,7 +23,7 @@ from paceline.core.config import (
 )
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError
-from paceline.services.common.credentials import with_password
+from paceline.services.common.redis_url import with_password
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ import yaml
 
 from bench.common.services import free_port
 from paceline.core.errors import UnavailableError
-from paceline.services.common.credentials import with_password
+from paceline.services.common.redis_url import with_password
 from paceline.services.common.secret import make_secret
 from paceline.services.serve.redis_server import redis_command, wait_for_redis
 

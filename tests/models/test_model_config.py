@@ -67,6 +67,8 @@ def test_every_architecture_has_a_reader(tmp_path: Path, architecture: str) -> N
     fields = {"architectures": [architecture], "num_local_experts": 8, "num_experts_per_tok": 2, "mamba_n_heads": 6}
     if "VL" in architecture:  # the sections of its rotary embedding are those of a head of 128
         fields["head_dim"] = 128
+    if architecture in ("ColPaliForRetrieval", "ColQwen2ForRetrieval"):  # their text model's fields are inside
+        fields["vlm_config"] = {"text_config": LLAMA}
     assert read(tmp_path, LLAMA, **fields).architecture == architecture
 
 

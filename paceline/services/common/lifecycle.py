@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from paceline.core.config import ServiceConfig
 from paceline.core.errors import ConfigError
-from paceline.services.common.credentials import without_password
+from paceline.services.common.redis_url import without_password
 
 UNDO_SECONDS = 5.0
 """Longest time for a cancelled start to undo its changes, in seconds."""

@@ -35,8 +35,8 @@ from paceline.proto.fleet_pb2 import (
     TrafficReport,
     WorkReport,
 )
-from paceline.services.common.credentials import without_password
 from paceline.services.common.member_signatures import TTL_SECONDS, MemberSignatures
+from paceline.services.common.redis_url import without_password
 from paceline.services.common.streams import oldest_kept, remove_unusable
 from paceline.services.common.tasks import end_tasks
 from paceline.services.common.wire_version import OURS, WireVersions

@@ -8,7 +8,7 @@ from pathlib import Path
 from redis.exceptions import RedisError
 
 from paceline.core.errors import ConfigError, UnavailableError
-from paceline.services.common.credentials import without_password
+from paceline.services.common.redis_url import without_password
 from paceline.services.common.registry import connect, reason
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.cli.services import load_service_config
 from paceline.core.errors import ConfigError
-from paceline.services.common.credentials import with_password, without_password
+from paceline.services.common.redis_url import with_password, without_password
 
 
 def password_file(folder: Path, text: str = "pass", mode: int = 0o600) -> str:

@@ -42,6 +42,7 @@ MEMBER = Member(
     "draining",
     load=pb.LoadReport(running=3),
     metrics=metrics_to_pb([STEPS]),
+    adapters=[pb.AdapterChange(name="sql", folder="/loras/sql", digest=b"d", changed=5)],
     keys=[pb.KeyUse(name="alice", requests=3, tokens=70, running=1, wanted_requests=4.5)],
     numerics=Numerics("avx2", "bfloat16", "int8"),
     weights="digest",
