@@ -54,6 +54,9 @@ def test_small_benchmarks_write_what_large_ones_do(name: str, written: dict[str,
         assert min(result["bytes_per_second"] for result in results) > 0
     elif name == "handoff":
         assert min(result["share"] for result in results) > 0
+    elif name == "experts":
+        assert min(result["whole"] for result in results) > 0
+        assert max(result["experts_in_use"] for result in results) > 0
     else:
         assert [f"forward-{result['model']}" for result in results] == [name]
         assert min(own["transformers_seconds"] for result in results for own in result["passes"]) > 0
