@@ -15,7 +15,7 @@ from tests.services.pool.tiny_bert import expected_embedding, write_tiny_bert
 
 from .conftest import Stack, output_of
 
-pytestmark = pytest.mark.compose
+pytestmark = [pytest.mark.compose, pytest.mark.thorough]
 
 
 @pytest.fixture
