@@ -137,7 +137,7 @@ def load(
     """
     check_speculative(speculative, folder, model_impl)
     check_kv_coding(kv_coding, read_facts(folder, model_impl), read_draft_config(speculative, model_impl))
-    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
+    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl, adapters)
     grammars = Grammars(folder)
     code = (model_impl, trust_remote_code)
     with ThreadPoolExecutor(1, "grammars") as thread:  # beside the reading of weights
@@ -195,6 +195,7 @@ def load_encoders_alone(
     quantization: ChosenQuantization = "auto",
     model_impl: ModelImpl = "auto",
     kv_coding: KVCoding = NO_CODING,
+    adapters: AdapterChoice | None = None,
 ) -> LoadedEncoders:
     """Load the encoders of a model without its text model. Arguments and errors are those of `load`.
 
@@ -206,7 +207,7 @@ def load_encoders_alone(
             f"{folder.name} has no encoders that Paceline computes, so an encode worker has nothing to do; start "
             "prefill and decode workers only"
         )
-    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl)
+    identities = _Identities.read(folder, dtype, speculative, quantization, model_impl, adapters)
     config = read_config(folder)
     draft_shapes: tuple[GroupShape, ...] = ()
     shapes, layer_groups = kv_groups(config, kv_coding)
@@ -246,8 +247,10 @@ class _Identities:
         speculative: SpeculativeConfig | None,
         quantization: ChosenQuantization,
         model_impl: ModelImpl,
+        adapters: AdapterChoice | None,
     ) -> _Identities:
-        model = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl))
+        deviation = "" if adapters is None else adapters.deviation(dtype)
+        model = model_identity(folder, str(dtype), quantization, implementation_name(folder, model_impl), deviation)
         draft_folder, has_assistant = _draft(speculative)
         if draft_folder is None or has_assistant:
             return _Identities(model, None)

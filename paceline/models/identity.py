@@ -36,12 +36,18 @@ class ModelIdentity:
     """Name of the code that computes the model, from `implementation_name`. Blocks of different codes differ in their
     last bits.
     """
+    adapters: str = ""
+    """What workers leave out of adapters or round in them, from `AdapterChoice.deviation`. The digest of an adapter in
+    the names of blocks covers its files alone.
+    """
 
     @property
     def parts(self) -> tuple[tuple[str, str], ...]:
         """Names and values of everything that this identity consists of."""
-        properties = (("dtype", self.dtype), ("quantization", self.quantization), ("implementation", self.code))
-        return properties + tuple((file.name, file.digest) for file in self.content.files)
+        properties = [("dtype", self.dtype), ("quantization", self.quantization), ("implementation", self.code)]
+        if self.adapters:
+            properties.append(("adapters", self.adapters))
+        return (*properties, *((file.name, file.digest) for file in self.content.files))
 
     @property
     def weights(self) -> str:
@@ -58,7 +64,7 @@ class ModelIdentity:
 
 
 def model_identity(
-    folder: Path, dtype: str, quantization: ChosenQuantization = "auto", code: str = "native"
+    folder: Path, dtype: str, quantization: ChosenQuantization = "auto", code: str = "native", adapters: str = ""
 ) -> ModelIdentity:
     """Return the identity of the model in a folder, which covers every byte of every file that a worker computes with.
 
@@ -68,7 +74,7 @@ def model_identity(
     content = read_content({path.relative_to(folder).as_posix(): path for path in _files(folder, code)})
     if has_reference(folder):
         read_reference(folder).check(folder, content)
-    return ModelIdentity(content, dtype, str(as_online(quantization) or "none"), code)
+    return ModelIdentity(content, dtype, str(as_online(quantization) or "none"), code, adapters)
 
 
 def _is_weight(name: str) -> bool:

@@ -58,6 +58,15 @@ class AdapterChoice:
     dtype: torch.dtype
     """Dtype of adapters in memory."""
 
+    def deviation(self, dtype: torch.dtype) -> str:
+        """Return how results differ from those of whole adapters in the model's dtype; "" if they do not.
+
+        Args:
+            dtype: dtype of the model.
+        """
+        rounded = "" if self.dtype == dtype else str(self.dtype).removeprefix("torch.")
+        return " ".join(filter(None, [",".join(sorted(self.rules.only)), rounded]))
+
 
 def load_model(
     path: Path,

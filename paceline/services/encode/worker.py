@@ -44,6 +44,7 @@ def _load(setup: WorkerSetup) -> LoadedEncoders:
         quantization_of(config),
         config.model_impl,
         config.kv_coding,
+        setup.adapters,
     )
 
 

@@ -10,21 +10,18 @@ from paceline.core.adapters import adapter_folders
 from paceline.core.config import quantization_of
 from paceline.core.context import Context
 from paceline.core.errors import BusyError
-from paceline.core.options import listed
 from paceline.core.pooling_choice import pooling_choice
 from paceline.core.types import Key, SamplingParams
 from paceline.engine.engine import STEPS_IN_FLIGHT
 from paceline.engine.loading import Loaded, load
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.models.adapters.loading import AdapterRules, target_modules
-from paceline.models.loader import AdapterChoice
 from paceline.models.pooling.causal import load_pooler
 from paceline.proto import common_pb2 as pb
 from paceline.services.common.wire import key_to_pb, sampling_to_pb
 from paceline.services.worker.kv_memory import KVMemory, device_memory
 from paceline.services.worker.worker import Worker, WorkerLimits
-from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len, named_dtype
+from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
 
 _PROMPT = [0] * 8
 """Token ids of the request that warms a worker up. With its output, this request is shorter than a block. So no block
@@ -96,17 +93,8 @@ async def make_worker(setup: WorkerSetup) -> Worker:
 
 def _load(setup: WorkerSetup) -> Loaded:
     compute, config = setup.compute, setup.config
-    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_coding, _adapters(setup)
+    how = quantization_of(config), config.model_impl, config.trust_remote_code, config.kv_coding, setup.adapters
     return load(setup.folder, compute.dtype, compute.device, compute.kernels, setup.speculative, setup.packed_dir, *how)
-
-
-def _adapters(setup: WorkerSetup) -> AdapterChoice | None:
-    config = setup.config
-    if not config.enable_lora:
-        return None
-    dtype = setup.compute.dtype if config.lora_dtype == "auto" else named_dtype(config.lora_dtype)
-    rules = AdapterRules(config.max_lora_rank, target_modules(listed(config.lora_target_modules)))
-    return AdapterChoice(config.max_loras, rules, dtype)
 
 
 def _kv_memory(setup: WorkerSetup, loaded: Loaded, place: ArenaPlace) -> KVMemory:

@@ -16,12 +16,15 @@ from paceline.core.config import WorkerConfig, has_pools, quantization_of
 from paceline.core.errors import ConfigError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.numerics import Numerics
+from paceline.core.options import listed
 from paceline.core.speculative import SpeculativeConfig, parse_speculative_config
 from paceline.core.turns import PAGE_BYTES, PoolTurns, RoleTurns, Turns
 from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
+from paceline.models.adapters.loading import AdapterRules, target_modules
 from paceline.models.config import read_facts, rounds_input, weight_form
 from paceline.models.identity import implementation_name
+from paceline.models.loader import AdapterChoice
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
 
@@ -133,6 +136,16 @@ class WorkerSetup:
     @property
     def speculative(self) -> SpeculativeConfig | None:
         return parse_speculative_config(self.config.speculative_config)
+
+    @property
+    def adapters(self) -> AdapterChoice | None:
+        """The adapters that the worker's model takes; None without --enable-lora."""
+        config = self.config
+        if not config.enable_lora:
+            return None
+        dtype = self.compute.dtype if config.lora_dtype == "auto" else named_dtype(config.lora_dtype)
+        rules = AdapterRules(config.max_lora_rank, target_modules(listed(config.lora_target_modules)))
+        return AdapterChoice(config.max_loras, rules, dtype)
 
     async def join(self, layout: KVLayout, max_position: int) -> ArenaPlace:
         """Join the host's arena.

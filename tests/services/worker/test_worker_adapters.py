@@ -81,6 +81,25 @@ async def test_cached_blocks_belong_to_an_adapters_content(
         assert await cached(host, prompt, replaced) == 0
 
 
+async def test_blocks_belong_to_the_way_in_which_workers_apply_adapters(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel
+) -> None:
+    fingerprints = []
+    ways: list[dict[str, Any]] = [
+        {},
+        {"max_lora_rank": 8},
+        {"lora_target_modules": "o_proj"},
+        {"lora_dtype": "bfloat16"},
+    ]
+    for way in ways:
+        async with start_host(tmp_path / "model", **OPTIONS, dtype="float32", **way) as host:
+            fingerprints.append(host.decode.worker.layout.fingerprint)
+    async with start_host(tmp_path / "model", max_batched_tokens=48, dtype="float32") as host:
+        assert host.decode.worker.layout.fingerprint == fingerprints[0]
+    assert fingerprints[0] == fingerprints[1]
+    assert len(set(fingerprints)) == 3
+
+
 async def refusal(host: Host, own: Adapter) -> str:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await host.generate([5, 6, 7], 2, adapter=own)
