@@ -17,6 +17,8 @@ TEXT_FILES = (
 """Names under which the settings of the first module are kept."""
 COLBERT_FILE = "artifact.metadata"
 """The settings of models of Stanford's ColBERT."""
+ROOT_FILES = (MODULES_FILE, SETTINGS_FILE, COLBERT_FILE, *TEXT_FILES)
+"""The small files about pooling in a model's own folder."""
 BGE_M3_FILES = ("sparse_linear.pt", "colbert_linear.pt")
 """The further heads of bge-m3, beside its weights."""
 _PACKAGES = ("sentence_transformers.", "pylate.models.Dense.")
@@ -24,7 +26,7 @@ _PACKAGES = ("sentence_transformers.", "pylate.models.Dense.")
 
 def settings_files(folder: Path) -> list[str]:
     """Return the names of the small files that say how to pool, without weights, in order."""
-    names = [name for name in (MODULES_FILE, SETTINGS_FILE, COLBERT_FILE, *TEXT_FILES) if (folder / name).is_file()]
+    names = [name for name in ROOT_FILES if (folder / name).is_file()]
     if MODULES_FILE in names:
         configs = [f"{name}/config.json" for _, name in listed_modules(folder) if name not in ("", ".")]
         names += [name for name in configs if (folder / name).is_file()]

@@ -16,6 +16,7 @@ from paceline.core.config import ChosenQuantization, ModelImpl, Quantization, We
 from paceline.core.errors import ConfigError, ModelError
 from paceline.core.online_quantization import OnlineQuantization, as_online
 from paceline.core.options import alternatives
+from paceline.core.pooling_facts import ENCODER_TYPES
 from paceline.models.config.deepseek import deepseek_v2, deepseek_v3
 from paceline.models.config.encoders import (
     gemma3_encoders,
@@ -265,6 +266,17 @@ def _read(folder: Path, readers: Mapping[str, Callable[[Fields], _Config]]) -> _
     if not isinstance(config, ModelConfig):
         return config
     return replace(config, has_head=architecture == stored and not architecture.endswith("ForRetrieval"))
+
+
+def check_text_encoder(folder: Path) -> bool:
+    """Return whether config.json describes an encoder of text, or a table of vectors.
+
+    Raises ModelError if config.json cannot be read, or describes an encoder that Paceline does not compute.
+    """
+    kind = str(_read_settings(folder).get("model_type"))
+    if kind in TEXT_ENCODERS:
+        read_text_encoder(folder)
+    return kind in ENCODER_TYPES
 
 
 def read_text_encoder(folder: Path) -> TextEncoderConfig:

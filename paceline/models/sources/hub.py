@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import contextlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 
 from paceline.core.config import ModelImpl
 from paceline.core.errors import ModelError
 from paceline.core.model_folder import PROCESSOR_FILES, QUANTIZATION_FILES
-from paceline.models.config import implementation, is_assistant, read_assistant, read_facts
+from paceline.core.pooling_files import BGE_M3_FILES, MODULES_FILE, ROOT_FILES, listed_modules
+from paceline.core.pooling_folder import read_pooling_config
+from paceline.models.config import (
+    check_text_encoder,
+    implementation,
+    is_assistant,
+    read_assistant,
+    read_facts,
+)
 from paceline.models.folder import INDEX_FILE, PICKLE_SUFFIXES, SINGLE_FILE, indexed_files, weight_files
 from paceline.models.gguf.parts import part_names
 from paceline.models.sources.hub_download import check_space, download, missing_files
@@ -23,6 +32,7 @@ _SETTINGS = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
+_WEIGHTS = (".safetensors", *PICKLE_SUFFIXES)
 
 
 def fetch_from_hub(
@@ -130,10 +140,43 @@ class _Repository:
                 self._fetch(name)
         self._check_model(folder)
         for name in sorted(self._listed):
-            if name in _SETTINGS or name in tokenizer or is_template(name):
+            if name in _SETTINGS or name in ROOT_FILES or name in tokenizer or is_template(name):
                 self._fetch(name)
-        self._fetch_large(self._weights(weights), report)
+        modules = self._modules(folder)
+        for name in modules:
+            if not name.endswith(_WEIGHTS):
+                self._fetch(name)
+        if not is_assistant(folder):
+            with self._named(folder):
+                read_pooling_config(folder)
+        further = [name for name in (*BGE_M3_FILES, *modules) if name in self._listed and name.endswith(_WEIGHTS)]
+        self._fetch_large([*self._weights(weights), *further], report)
         return folder
+
+    def _modules(self, folder: Path) -> list[str]:
+        """Return the files of the further modules of sentence-transformers. Weights in pickles are left out if there
+        are safetensors beside them.
+        """
+        if MODULES_FILE not in self._listed:
+            return []
+        with self._named(folder):
+            places = [f"{name}/" for _, name in listed_modules(folder) if name not in ("", ".")]
+        found = [name for name in sorted(self._listed) if name.startswith(tuple(places))]
+        safe = {PurePosixPath(name).parent for name in found if name.endswith(".safetensors")}
+        kept = (".json", ".txt", ".safetensors")
+        return [
+            name
+            for name in found
+            if name.endswith(kept) or (name.endswith(PICKLE_SUFFIXES) and PurePosixPath(name).parent not in safe)
+        ]
+
+    @contextlib.contextmanager
+    def _named(self, folder: Path) -> Iterator[None]:
+        """Let errors name the repository in place of its folder in the cache."""
+        try:
+            yield
+        except ModelError as error:
+            raise ModelError(str(error).replace(str(folder), self._id)) from error
 
     def _fetch(self, name: str) -> Path:
         from huggingface_hub import hf_hub_download
@@ -176,9 +219,11 @@ class _Repository:
         return files
 
     def _check_model(self, folder: Path) -> None:
-        try:
+        with self._named(folder):
             if is_assistant(folder):
                 read_assistant(folder)
+                return
+            if check_text_encoder(folder):
                 return
             read_facts(folder, self._model_impl)
             if implementation(folder, self._model_impl) == "transformers":
@@ -186,8 +231,6 @@ class _Repository:
                 from paceline.models.transformers_backend.loading import check_config
 
                 check_config(folder, self._trust_remote_code)
-        except ModelError as error:
-            raise ModelError(str(error).replace(str(folder), self._id)) from error
 
     def _weights(self, entry: str) -> list[str]:
         """Return the names of the weights' files."""

@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_file
 
 from paceline.core.model_folder import read_model_files
+from paceline.core.pooling_files import pooling_files
+from paceline.core.pooling_folder import read_pooling_config
 from paceline.models.config import read_facts
 from paceline.models.identity import model_identity
 from paceline.models.sources.hub_name import HubName, parse_hub_name
@@ -24,6 +28,7 @@ from paceline.services.gateway.planning.media.processors.families import read_pr
 from paceline.services.gateway.planning.tokenizer import Tokenizer
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
 from tests.services.gateway.toy_model import write_toy_model
+from tests.services.pool.tiny_bert import write_tiny_bert
 from tests.tiny_checkpoints import (
     FAMILIES,
     write_gemma3_with_vision,
@@ -128,6 +133,35 @@ def error_of(done: subprocess.CompletedProcess[str]) -> str:
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
     return lines[0].removeprefix("paceline: ")
+
+
+def test_an_encoder_comes_with_its_modules(hub: FakeHub, tmp_path: Path, prepare: Prepare) -> None:
+    source = tmp_path / "encoder"
+    write_tiny_bert(source)
+    dense = source / "3_Dense"
+    dense.mkdir()
+    values = {"in_features": 32, "out_features": 8, "bias": False, "activation_function": "torch.nn.Identity"}
+    (dense / "config.json").write_text(json.dumps(values))
+    save_file({"linear.weight": torch.ones(8, 32)}, dense / "model.safetensors")
+    (source / "config_sentence_transformers.json").write_text('{"prompts": {"query": "q: "}}')
+    modules = json.loads((source / "modules.json").read_text())
+    modules.append({"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"})
+    (source / "modules.json").write_text(json.dumps(modules))
+    wanted = pooling_files(source)
+    for unwanted in ("3_Dense/pytorch_model.bin", "onnx/model.onnx"):
+        (source / unwanted).parent.mkdir(exist_ok=True)
+        (source / unwanted).write_text("unwanted")
+    hub.add("org/encoder", source)
+    folder = folder_of(prepare("org/encoder"))
+    assert pooling_files(folder) == wanted
+    assert read_pooling_config(folder) == read_pooling_config(source)
+    # Models that cannot be served are refused before their weights are downloaded.
+    modules[3]["type"] = "custom.Layer"
+    (source / "modules.json").write_text(json.dumps(modules))
+    hub.add("org/other", source)
+    hub.requests.clear()
+    assert "org/other/modules.json lists the module custom.Layer" in error_of(prepare("org/other"))
+    assert not [name for name in hub.fetched() if name.endswith(".safetensors")]
 
 
 def test_only_what_serving_needs_is_fetched_and_only_once(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
