@@ -5,7 +5,6 @@ squares.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import Qwen2VisionConfig
 from paceline.models.encoders.blocks import LayerNorm, media_place
+from paceline.models.encoders.patch_layer import PatchLayer
 from paceline.models.encoders.pieces import Pieces
 from paceline.models.encoders.qwen3_vision import colors_last, cut_patches, squares_of
 from paceline.models.model_config import Rope
@@ -42,7 +42,7 @@ class Qwen2Vision:
         shape = (size, 3, config.patch_frames, side, side)
         (weight,) = weights.take_packed_derived(f"{place}.patch_embed.proj.weight", shape, [colors_last])
         self._embed, self._dtype = Linear(weight, None, kernels), weight.dtype
-        self._layers = [_Layer(config, weights, f"{place}.blocks.{layer}", kernels) for layer in range(config.layers)]
+        self._layers = [_layer(config, weights, f"{place}.blocks.{layer}", kernels) for layer in range(config.layers)]
         self._merge = _Merger(config, hidden_size, weights, f"{place}.merger", kernels)
         # The first half of a head turns by the patch's row, and the second half by its column.
         self._frequencies = inverse_frequencies(Rope(config.rope_theta), size // config.heads // 2)
@@ -81,34 +81,16 @@ class Qwen2Vision:
         return (self._embed(pixels.flatten(1).to(self._dtype)),)
 
 
-class _Layer:
-    def __init__(self, config: Qwen2VisionConfig, weights: Weights, place: str, kernels: Kernels) -> None:
-        size, inner = config.hidden_size, config.inner_size
-        self._heads, self._scale = config.heads, (size // config.heads) ** -0.5
-        self._norm, self._mlp_norm = (LayerNorm(weights, f"{place}.norm{n}", size, _EPS, kernels) for n in (1, 2))
-        self._qkv = Linear.take_parts(weights, f"{place}.attn.qkv", size, (size,) * 3, True, kernels)
-        self._o = Linear.take(weights, f"{place}.attn.proj", size, size, True, kernels)
-        # The factors of the activation are in the matrices around it, so the kernels need no activation of their own.
-        (up,) = weights.take_packed_derived(f"{place}.mlp.fc1.weight", (inner, size), [lambda own: own * _SHARP])
-        (down,) = weights.take_packed_derived(f"{place}.mlp.fc2.weight", (size, inner), [lambda own: own / _SHARP])
-        self._up = Linear(up, weights.take(f"{place}.mlp.fc1.bias", inner) * _SHARP, kernels)
-        self._down = Linear(down, weights.take(f"{place}.mlp.fc2.bias", size), kernels)
-        self._kernels = kernels
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
-        queries, keys, values = pieces.of(self._heads_of, x, cos, sin)
-        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
-        return x
-
-    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self._norm(x)
-        q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in self._qkv)
-        return self._kernels.rotate(q, cos, sin), self._kernels.rotate(k, cos, sin), v
-
-    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
-        kernels = self._kernels
-        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
-        return (kernels.add(x, self._down(kernels.silu(self._up(self._mlp_norm(x))))),)
+def _layer(config: Qwen2VisionConfig, weights: Weights, place: str, kernels: Kernels) -> PatchLayer:
+    size, inner = config.hidden_size, config.inner_size
+    # The factors of the activation are in the matrices around it, so the kernels need no activation of their own.
+    (up,) = weights.take_packed_derived(f"{place}.mlp.fc1.weight", (inner, size), [lambda own: own * _SHARP])
+    (down,) = weights.take_packed_derived(f"{place}.mlp.fc2.weight", (size, inner), [lambda own: own / _SHARP])
+    mlp = (
+        Linear(up, weights.take(f"{place}.mlp.fc1.bias", inner) * _SHARP, kernels),
+        Linear(down, weights.take(f"{place}.mlp.fc2.bias", size), kernels),
+    )
+    return PatchLayer(size, config.heads, _EPS, weights, place, kernels, *mlp, kernels.silu)
 
 
 class _Merger:

@@ -19,6 +19,7 @@ from paceline.models.base import Weights
 from paceline.models.blocks import Linear
 from paceline.models.encoder_config import Qwen3VisionConfig
 from paceline.models.encoders.blocks import LayerNorm, media_place
+from paceline.models.encoders.patch_layer import PatchLayer
 from paceline.models.encoders.pieces import Pieces
 from paceline.models.model_config import Rope
 from paceline.models.rotary import Rotation, inverse_frequencies
@@ -41,7 +42,7 @@ class Qwen3Vision:
         self._embed = Linear(weight, weights.take(f"{place}.patch_embed.proj.bias", size), kernels)
         self._dtype = weight.dtype
         self._positions = weights.take(f"{place}.pos_embed.weight", config.positions_side**2, size)
-        self._layers = [_Layer(config, weights, f"{place}.blocks.{layer}", kernels) for layer in range(config.layers)]
+        self._layers = [_layer(config, weights, f"{place}.blocks.{layer}", kernels) for layer in range(config.layers)]
         merger = partial(_Merger, config, hidden_size, weights, kernels=kernels)
         self._merge = merger(f"{place}.merger")
         self._mergers = {
@@ -99,34 +100,13 @@ class Qwen3Vision:
         return Rotation(angles.cos(), angles.sin())
 
 
-class _Layer:
-    def __init__(self, config: Qwen3VisionConfig, weights: Weights, place: str, kernels: Kernels) -> None:
-        size, inner = config.hidden_size, config.inner_size
-        take = partial(Linear.take, weights, bias=True, kernels=kernels)
-        self._heads, self._scale = config.heads, (size // config.heads) ** -0.5
-        self._norm, self._mlp_norm = (LayerNorm(weights, f"{place}.norm{n}", size, _EPS, kernels) for n in (1, 2))
-        self._qkv = Linear.take_parts(weights, f"{place}.attn.qkv", size, (size,) * 3, True, kernels)
-        self._o = take(f"{place}.attn.proj", size, size)
-        self._up, self._down = (
-            take(f"{place}.mlp.linear_fc1", size, inner),
-            take(f"{place}.mlp.linear_fc2", inner, size),
-        )
-        self._kernels = kernels
-
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, pieces: Pieces) -> Tensor:
-        queries, keys, values = pieces.of(self._heads_of, x, cos, sin)
-        (x,) = pieces.of(partial(self._attend, keys=keys, values=values), x, queries, keys=len(keys))
-        return x
-
-    def _heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        normed = self._norm(x)
-        q, k, v = (linear(normed).view(len(x), self._heads, -1) for linear in self._qkv)
-        return self._kernels.rotate(q, cos, sin), self._kernels.rotate(k, cos, sin), v
-
-    def _attend(self, x: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor]:
-        kernels = self._kernels
-        x = kernels.add(x, self._o(kernels.full_attention(queries, keys, values, self._scale).flatten(1)))
-        return (kernels.add(x, self._down(kernels.gelu_tanh(self._up(self._mlp_norm(x))))),)
+def _layer(config: Qwen3VisionConfig, weights: Weights, place: str, kernels: Kernels) -> PatchLayer:
+    size, inner = config.hidden_size, config.inner_size
+    mlp = (
+        Linear.take(weights, f"{place}.mlp.linear_fc1", size, inner, True, kernels),
+        Linear.take(weights, f"{place}.mlp.linear_fc2", inner, size, True, kernels),
+    )
+    return PatchLayer(size, config.heads, _EPS, weights, place, kernels, *mlp, kernels.gelu_tanh)
 
 
 class _Merger:
