@@ -9,18 +9,14 @@ from collections.abc import Iterator
 from paceline.core.config import quantization_of
 from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
-from paceline.engine.engine import Engine
-from paceline.engine.limits import Limits
 from paceline.engine.loading import LoadedEncoders, load_encoders_alone
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Step, StepResult
 from paceline.proto import common_pb2
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
 from paceline.services.worker.admission import WorkerAdmission
+from paceline.services.worker.bare_engine import BareEngine
 from paceline.services.worker.encoder import WorkerEncoder
 from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings
-from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.work_check import check_encode
 from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
 
@@ -62,19 +58,11 @@ class EncodeWorker:
         self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
         self.admission = WorkerAdmission(setup.config.max_seqs)
         self._takes_turns = place.turns is not None
-        self._loop = asyncio.get_running_loop()
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-        """A future that gets an exception if the engine fails, and never a result."""
-        self.engine = Engine(
-            Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
-            _NoModel(),
-            on_events=lambda events: None,
-            on_failure=self._pass_failure,
-            turns=place.turns,
-        )
+        self._bare = BareEngine(place.turns)
+        self.engine, self.failed = self._bare.engine, self._bare.failed
         encodings = Encodings(setup.kv, loaded.layout, place.arena)
         encoder = WorkerEncoder(lambda: loaded.encoders, self.engine.encode)
-        self.encoding = EncodeHandler(encoder, encodings, setup.kv.session.source, lambda: self._goes_on)
+        self.encoding = EncodeHandler(encoder, encodings, setup.kv.session.source, lambda: self._bare.goes_on)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
         """Count one request for the body of a `with` statement. Raises the errors of `WorkerAdmission.admit`."""
@@ -105,23 +93,3 @@ class EncodeWorker:
         """Yield the metrics of the engine and of the encoders."""
         yield from self.engine.computing.samples()
         yield from self.encoding.encoder.samples()
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the encoder is idle or its piece under way began less than ALIVE_SECONDS ago."""
-        return self.engine.step_seconds < ALIVE_SECONDS
-
-    def _pass_failure(self, error: BaseException) -> None:
-        """Pass the engine's error on to the event loop. Called on the engine's threads."""
-        self._loop.call_soon_threadsafe(self._fail, error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
-
-
-class _NoModel:
-    """The runner of an engine without requests."""
-
-    def execute(self, step: Step) -> StepResult:
-        raise AssertionError("an encode worker has no steps")

@@ -9,10 +9,6 @@ from collections.abc import Iterator
 from paceline.core.errors import InvalidRequestError, UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.compute_thread import STEP_SECONDS
-from paceline.engine.engine import Engine
-from paceline.engine.limits import Limits
-from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import Step, StepResult
 from paceline.models.pooling.model import PoolingModel, TextRow
 from paceline.proto import common_pb2, worker_pb2
 from paceline.proto.fleet_pb2 import LoadReport, WorkReport
@@ -21,6 +17,7 @@ from paceline.services.common.wire import load_to_pb
 from paceline.services.pool.pool_calls import PoolCall, StepPlanner
 from paceline.services.pool.steps import PoolSteps
 from paceline.services.worker.admission import WorkerAdmission
+from paceline.services.worker.bare_engine import BareEngine
 from paceline.services.worker.compute import Send
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.work_check import check_pool
@@ -44,18 +41,10 @@ class PoolWorker:
         self.max_model_len = min(config.max_model_len, own) if config.max_model_len else own
         self.admission = WorkerAdmission(config.max_seqs)
         self._model = model
-        self._loop = asyncio.get_running_loop()
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-        """A future that gets an exception if the engine fails, and never a result."""
         turns = machine_turns(setup)
         self._takes_turns = turns is not None
-        self.engine = Engine(
-            Scheduler(Limits(max_batched_tokens=1, max_model_len=1, max_seqs=1)),
-            _NoModel(),
-            on_events=lambda events: None,
-            on_failure=self._pass_failure,
-            turns=turns,
-        )
+        self._bare = BareEngine(turns)
+        self.engine, self.failed = self._bare.engine, self._bare.failed
         self.steps = PoolSteps(model, StepPlanner(config.max_batched_tokens), self.engine.encode)
 
     def admit(self, work: common_pb2.Work) -> contextlib.AbstractAsyncContextManager[None]:
@@ -89,7 +78,7 @@ class PoolWorker:
                     async with asyncio.timeout(ALIVE_SECONDS):
                         result = await running.results.get()
                 except TimeoutError:
-                    if self._goes_on:
+                    if self._bare.goes_on:
                         await send(worker_pb2.ComputeEvent(alive=common_pb2.Alive()))
                     continue
                 if isinstance(result, Exception):
@@ -120,23 +109,3 @@ class PoolWorker:
         # The engine takes the steps for those of an encoder.
         yield Sample("busy_seconds", self.engine.computing.encode_seconds, STEP_SECONDS, {"kind": "busy"})
         yield from self.steps.samples()
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether the worker is idle or its step under way began less than ALIVE_SECONDS ago."""
-        return self.engine.step_seconds < ALIVE_SECONDS
-
-    def _pass_failure(self, error: BaseException) -> None:
-        """Pass the engine's error on to the event loop. Called on the engine's threads."""
-        self._loop.call_soon_threadsafe(self._fail, error)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.failed.done():
-            self.failed.set_exception(UnavailableError(f"the engine failed: {error}"))
-
-
-class _NoModel:
-    """The runner of an engine without requests."""
-
-    def execute(self, step: Step) -> StepResult:
-        raise AssertionError("a pool worker has no steps of a scheduler")
