@@ -38,6 +38,9 @@ def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
     assert step(slots, C) == (AdapterPlaced(1, C),)
     assert step(slots, A, C) == ()
     assert step(slots, B, C) == (AdapterPlaced(0, B),)
+    # An adapter that the step needs stays, although it was used before the others.
+    assert step(slots, B) == ()
+    assert step(slots, A, C) == (AdapterPlaced(0, A),)
 
 
 def test_a_step_has_no_more_adapters_than_slots() -> None:
