@@ -1,12 +1,38 @@
 """Build of the native CPU kernels. All other settings of the package are in pyproject.toml."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 SOURCES = "paceline/kernels/native/src"
 
+
+class BuildInParallel(build_ext):
+    """Compiles the source files of an extension side by side, one on each processor that this process may use.
+
+    setuptools compiles the files of one extension one after the other.
+    """
+
+    def build_extension(self, ext: Extension) -> None:
+        compile_files = self.compiler.compile
+
+        def compile_side_by_side(sources: list[str], **options) -> list[str]:
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                objects = pool.map(lambda source: compile_files([source], **options), sources)
+                return [path for paths in objects for path in paths]
+
+        self.compiler.compile = compile_side_by_side
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_files
+
+
 setup(
+    cmdclass={"build_ext": BuildInParallel},
     ext_modules=[
         # A library with a C interface, not a Python module. If it cannot be compiled, the package is installed without
         # it.
