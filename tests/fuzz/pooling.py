@@ -25,7 +25,7 @@ import httpx
 import tokenizers
 from tokenizers import processors
 
-from bench.services import serving
+from bench.common.services import serving
 from tests.fuzz.pool_bodies import Json, OddBody, alone, inputs_of, random_body
 from tests.models.pooling.tiny_encoders import POOLING, save_encoder, write_modules
 from tests.services.gateway.toy_model import END, VOCAB_SIZE, write_toy_model
