@@ -79,6 +79,10 @@ class Attack:
     parts: tuple[Part, ...] = ()
     """What a JSON body consists of; none for other bodies."""
 
+    def without_parts(self) -> Attack:
+        """Return the request alone, which can be sent to other processes. The functions of parts cannot."""
+        return replace(self, base=None, parts=())
+
 
 SIZES: Mapping[str, tuple[str, Make]] = {
     "one long text": ("string", lambda: "a" * BYTES),
