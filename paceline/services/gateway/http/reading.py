@@ -6,7 +6,6 @@ import codecs
 import contextlib
 import json
 import math
-import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -15,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 
-from paceline.services.gateway.http.bounds import Bounds
+from paceline.services.gateway.http.bounds import PIECE_BYTES, Bounds
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.request_scope import aside, scope_of
 
@@ -24,8 +23,9 @@ SLOW_BYTES = 1 << 20
 SMALL_BYTES, SMALL_VALUES = 64 << 10, 1000
 """Largest body that is read on the event loop, in bytes and in values. Reading it takes about a millisecond."""
 
-_LARGE_NUMBER = re.compile(rb"[0-9.][eE]\+?[0-9]{3}|[0-9]{200}")
-"""Matches all numbers that may be too large for a double, and few other numbers."""
+_SHAPES = bytes.maketrans(b"123456789E", b"000000000e")
+_LARGE_SHAPES = b"0e000", b"0e+000", b"0" * 200
+"""At least one of these is in each number that may be too large for a double, if all its digits are written as 0."""
 _NOTHING = object()
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -124,9 +124,22 @@ def read_json(text: bytes) -> Any:
             value = json.loads(text.decode(), parse_constant=_refuse)
         if value is _NOTHING:
             raise
-    if _LARGE_NUMBER.search(text) and has_infinity(value):
+    if _may_have_large_number(text) and has_infinity(value):
         raise ValueError("a number is larger than a double can hold")
     return value
+
+
+def _may_have_large_number(text: bytes) -> bool:
+    """Return whether a text may have a number that is too large for a double.
+
+    It is searched in pieces, because no other thread runs during one search. A regular expression would take some 20 ns
+    for each byte, during which no other thread runs either.
+    """
+    for begin in range(0, len(text), PIECE_BYTES):
+        piece = text[begin : begin + PIECE_BYTES + max(map(len, _LARGE_SHAPES)) - 1].translate(_SHAPES)
+        if any(shape in piece for shape in _LARGE_SHAPES):
+            return True
+    return False
 
 
 def has_infinity(value: Any) -> bool:

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.services.gateway.http.bounds import PIECE_BYTES
 from paceline.services.gateway.http.reading import parse, read_json
 
 VALUES = st.recursive(
@@ -39,3 +40,11 @@ def test_a_number_that_is_none_as_json_is_refused(text: str, other: str) -> None
     body = f'{{"tools": [{{"parameters": {{"maximum": {text}, "title": {other}}}}}]}}'.encode()
     with pytest.raises(RequestValidationError):
         parse(body)
+
+
+@pytest.mark.parametrize("text", ["1e999", "9" * 350 + ".5"])
+@pytest.mark.parametrize("before", [0, 1, 4, 199, 349])
+def test_a_large_number_between_two_pieces_is_refused(text: str, before: int) -> None:
+    padding = "a" * (PIECE_BYTES - len('["",') - before)
+    with pytest.raises(RequestValidationError):
+        parse(f'["{padding}",{text}]'.encode())
