@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import json
 import os
 import random
@@ -68,6 +69,8 @@ class Reading(NamedTuple):
     """Private memory in bytes."""
     descriptors: int
     threads: int
+    cpu: float
+    """CPU time so far, in seconds."""
 
 
 @dataclass
@@ -122,9 +125,12 @@ class Watch:
         names = {int(pid): name for name, pid in re.findall(r"^  (\S+) +pid (\d+)", self._stack.process.text, re.M)}
         for process in self._stack.family():
             with contextlib.suppress(psutil.Error, OSError):  # the process has just ended
-                reading = Reading(now, _private(process.pid), process.num_fds(), process.num_threads())
-                name = names.get(process.pid) or _name(process)
-                self.lives.setdefault(process.pid, Life(name, process.pid)).readings.append(reading)
+                cpu = sum(process.cpu_times()[:2])
+                reading = Reading(now, _private(process.pid), process.num_fds(), process.num_threads(), cpu)
+                life = self.lives.setdefault(process.pid, Life("", process.pid))
+                life.readings.append(reading)
+                # Read again each time, because a process that has just been forked has the words of its parent.
+                life.name = names.get(process.pid) or _name(process)
         self.files.append((now, sum(1 for folder in self._folders for _ in folder.rglob("*"))))
 
 
@@ -139,7 +145,7 @@ def _name(process: psutil.Process) -> str:
     words = process.cmdline()
     if any("redis" in word or "valkey" in word for word in words[:1]):
         return "redis"
-    # `python -m paceline ROLE`; a process that was forked and runs no program of its own yet has its parent's words.
+    # `python -m paceline ROLE`
     return words[3] if words[1:3] == ["-m", "paceline"] else "media decoder"
 
 
@@ -239,11 +245,25 @@ def report(results: Results, watch: Watch, kills: Sequence[str], seconds: float,
         "odd": results.odd,
         "kills": list(kills),
         "growth": growths,
+        "cpu_ms_per_request": cpu_per_request(lives),
         "itl_p99_ms": windows,
         "itl_p99_ms_first_and_last_half": halves,
         "files": watch.files,
         "lives": [asdict(life) for life in lives],
     }
+
+
+def cpu_per_request(lives: Sequence[Life]) -> dict[str, list[float]]:
+    """Return the CPU time of each role in ms for each request, in tenths of the run. The starts of processes, which are
+    the time before the first two readings, do not count.
+    """
+    end = max(each.readings[-1].hours for each in lives)
+    spent: dict[str, list[float]] = defaultdict(lambda: [0.0] * 10)
+    for life in lives:
+        for before, after in itertools.pairwise(life.readings[1:]):
+            tenth = min(9, int(10 * after.hours / end))
+            spent[role_of(life.name)][tenth] += 1000 * (after.cpu - before.cpu) / (end / 10 * PER_HOUR)
+    return {role: [round(each, 2) for each in tenths] for role, tenths in sorted(spent.items())}
 
 
 def itl_windows(gaps: Sequence[tuple[float, float]], seconds: float) -> list[float]:
@@ -287,6 +307,9 @@ def show(figures: dict[str, Any]) -> bool:
         "ITL p99, medians of the windows of the first and the last half (ms):",
         *figures["itl_p99_ms_first_and_last_half"],
     )
+    print("CPU time for each request, in tenths of the run (ms):")
+    for role, tenths in figures["cpu_ms_per_request"].items():
+        print(f"  {role}:", *tenths)
     good = not figures["odd"]
     for name, growth in figures["growth"].items():
         fine = growth["megabytes_per_hour"] <= MOST_MEGABYTES and growth["descriptors"] <= 0 and growth["threads"] <= 0

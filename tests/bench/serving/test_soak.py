@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bench.serving.soak import WINDOWS, Life, Reading, itl_windows
+import pytest
+
+from bench.serving.soak import WINDOWS, Life, Reading, cpu_per_request, itl_windows
 from bench.serving.soak_calls import CALLS, INSIDE, LEFT_OUT, WEIGHTS, missing_routes
 from paceline.services.gateway.http.paths import DECISIONS
 
@@ -20,7 +22,7 @@ def life(megabytes_per_hour: float, hours: float, descriptors: int = 20) -> Life
         now = 1.0 + hours * number / 100
         grown = 30 * min(1.0, 3 * (now - 1.0)) + megabytes_per_hour * max(0.0, now - 4 / 3)
         is_late = number > 80
-        readings.append(Reading(now, int(1e6 * (100 + grown)), descriptors if is_late else 20, 5))
+        readings.append(Reading(now, int(1e6 * (100 + grown)), descriptors if is_late else 20, 5, 36.0 * (now - 1.0)))
     return Life("decode-0", 7, readings)
 
 
@@ -53,3 +55,11 @@ def test_kills_are_windows_of_their_own() -> None:
     windows = itl_windows(gaps, 60.0)
     assert len(windows) == WINDOWS
     assert [place for place, p99 in enumerate(windows) if p99 > 10] == [1]
+
+
+def test_cpu_time_is_shared_among_the_requests_of_its_time() -> None:
+    # 36 s an hour, in which there are 7,200 requests. The first tenth has the first reading, which does not count.
+    shares = cpu_per_request([life(0.0, 2.0)])
+
+    assert shares.keys() == {"decode"}
+    assert shares["decode"][-1] == pytest.approx(5.0, rel=0.1)  # a reading at the border belongs to one side
