@@ -137,7 +137,8 @@ def attacks(openapi: Json, path: str, rng: random.Random, most: int) -> Iterator
     """Yield at most `most` requests at the limits for a path, each of them with one field at its limit."""
     if (schema := _schema(openapi, path)) is not None:
         made: list[tuple[Json, Part]] = []
-        for form in _forms(schema, openapi):
+        # A body may also be a list, which has no fields.
+        for form in (form for form in _forms(schema, openapi) if form.get("type", "object") == "object"):
             base = _least(form, openapi)
             for name, field in form.get("properties", {}).items():
                 made += [(base, Part(what, name, make)) for what, make in _largest(field, openapi)]
