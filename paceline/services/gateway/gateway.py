@@ -24,7 +24,7 @@ from paceline.services.common.tasks import end_tasks
 from paceline.services.gateway.http.access.keys import AccessBook
 from paceline.services.gateway.http.access.limiter import Gateways, Limiter
 from paceline.services.gateway.http.errors import ApiError, LeavingError, NoWorkerError, Reason
-from paceline.services.gateway.http.request_scope import FairPool
+from paceline.services.gateway.http.fair_pool import FairPool
 from paceline.services.gateway.model_fleet import ModelFleet, Shared
 from paceline.services.gateway.planning.constraints.compiler import ConstraintCompiler
 from paceline.services.gateway.planning.media.items import NO_MEDIA

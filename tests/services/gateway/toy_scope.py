@@ -6,7 +6,8 @@ from typing import Any
 
 from paceline.core.config.http import HttpOptions
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds, RequestMemory
-from paceline.services.gateway.http.request_scope import FairPool, RequestScope
+from paceline.services.gateway.http.fair_pool import FairPool
+from paceline.services.gateway.http.request_scope import RequestScope
 
 
 def toy_scope(request_id: str = "r", **fields: Any) -> RequestScope:

@@ -46,6 +46,9 @@ FRACTION_VALUES = 8
 """Number of values that each point and each "e" counts as. A number with a fraction or an exponent takes several times
 as long to parse and write as an integer, and no other thread runs meanwhile. The "e" of "true" and "false" is counted,
 too, which does no harm."""
+PLAIN_DIGITS, DIGITS_PER_VALUE = 24, 8
+"""Digits of a number that cost nothing more than the number, and the number of further digits that count as a value.
+Longer numbers than those of doubles and 64 bits take several times as long to parse."""
 MOST_WRITTEN_VALUES = 100_000
 """Largest number of JSON values in the arguments of all tool calls of a conversation. The arguments are texts in its
 body, so their values are not counted with those of the body."""
@@ -125,7 +128,7 @@ class Bounds:
 
     values: int
     """Largest number of members of lists and objects. The name of a member counts as NAME_VALUES more, a fraction or an
-    exponent as FRACTION_VALUES more."""
+    exponent as FRACTION_VALUES more, and a number of many digits as PLAIN_DIGITS says."""
     objects: int
     """Largest number of lists and objects."""
     messages: int
@@ -146,6 +149,8 @@ class Bounds:
 
     def check_count(self, count: JsonCount, path: str) -> None:
         """Raise ApiError if the JSON of a body that has been counted so far exceeds the limits for a path."""
+        if count.digits > MOST_DIGITS:
+            raise ApiError(400, f"the body has a number of more than {MOST_DIGITS} digits; send it as a text")
         times = LONGER.get(path, 1)
         for name, found, most in (("values", count.values, self.values), ("objects", count.objects, self.objects)):
             if found > most * times:
@@ -155,8 +160,6 @@ class Bounds:
                     f"the body has more than {most * times} {told} (--max-body-{name}); split it",
                     code=f"too_many_{name}",
                 )
-        if count.digits > MOST_DIGITS:
-            raise ApiError(400, f"the body has a number of more than {MOST_DIGITS} digits; send it as a text")
 
     def check_lists(self, body: object, place: str = "") -> None:
         """Raise ApiError if a parsed body has a list that is too long. Other faults are left to validation."""
@@ -214,6 +217,7 @@ class JsonCount:
         self.values += objects + outside.count(b",") + NAME_VALUES * outside.count(b":")
         self.values += FRACTION_VALUES * sum(map(outside.count, (b".", b"e", b"E")))
         numbers = [len(digits) for digits in outside.translate(None, b"{[:.eE").split(b",")]
+        self.values += sum(digits - PLAIN_DIGITS for digits in numbers if digits > PLAIN_DIGITS) // DIGITS_PER_VALUE
         numbers[0] += self._last_digits
         self._last_digits = numbers[-1]
         self.digits = max(self.digits, *numbers)

@@ -15,7 +15,8 @@ from paceline.services.gateway.http.access.callers import ANYONE, Caller
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds, RequestMemory
 from paceline.services.gateway.http.error_responses import is_messages_path, logged_response
 from paceline.services.gateway.http.errors import to_api_error
-from paceline.services.gateway.http.request_scope import FairPool, RequestScope, set_scope
+from paceline.services.gateway.http.fair_pool import FairPool
+from paceline.services.gateway.http.request_scope import RequestScope, set_scope
 
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
 ID_PREFIXES = {

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from paceline.services.gateway.http.bounds import PIECE_BYTES, Bounds
 from paceline.services.gateway.http.errors import ApiError
-from paceline.services.gateway.http.request_scope import aside, scope_of
+from paceline.services.gateway.http.request_scope import scope_of
 
 SLOW_BYTES = 1 << 20
 """Largest body that Python's own parser may read, in bytes."""
@@ -83,7 +83,7 @@ async def _read(request: Request, body: bytes, field: _CheckedField) -> Checked:
     scope = scope_of(request)
     if len(body) <= SMALL_BYTES and scope.json_count.values <= SMALL_VALUES:
         return read_body(body, field, scope.bounds)
-    return await aside(request, read_body, body, field, scope.bounds)
+    return await scope.pool.run_alone(scope.owner, read_body, body, field, scope.bounds)
 
 
 def read_body(body: bytes, field: Any, bounds: Bounds) -> Checked:
@@ -124,7 +124,7 @@ def read_json(text: bytes) -> Any:
             value = json.loads(text.decode(), parse_constant=_refuse)
         if value is _NOTHING:
             raise
-    if _may_have_large_number(text) and has_infinity(value):
+    if may_have_infinity(value, SMALL_VALUES) and _may_have_large_number(text) and may_have_infinity(value):
         raise ValueError("a number is larger than a double can hold")
     return value
 
@@ -142,8 +142,11 @@ def _may_have_large_number(text: bytes) -> bool:
     return False
 
 
-def has_infinity(value: Any) -> bool:
-    """Return whether a parsed JSON value contains a number that was too large for a double and became infinite."""
+def may_have_infinity(value: Any, most: float = math.inf) -> bool:
+    """Return whether a parsed JSON value contains a number that was too large for a double and became infinite.
+
+    Also return True if it is not known, because the value contains more than `most` values.
+    """
     left = [value]
     while left:
         match left.pop():
@@ -153,6 +156,9 @@ def has_infinity(value: Any) -> bool:
                 left += members.values()
             case list(entries):
                 left += entries
+        if len(left) > most:
+            return True
+        most -= 1
     return False
 
 

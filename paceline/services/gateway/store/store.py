@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from paceline.services.gateway.http.access.callers import current_owner
-from paceline.services.gateway.http.request_scope import FairPool
+from paceline.services.gateway.http.fair_pool import FairPool
 from paceline.services.gateway.store.database import ANSWER_SECONDS, ConflictError, Database, Execute, StoreError
 
 T = TypeVar("T")

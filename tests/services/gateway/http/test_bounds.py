@@ -17,14 +17,17 @@ from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.http import reading
 from paceline.services.gateway.http.bounds import (
     BYTE_COST,
+    DIGITS_PER_VALUE,
     FRACTION_VALUES,
     MOST_WRITTEN_VALUES,
     NAME_VALUES,
+    PLAIN_DIGITS,
     BodyMemory,
     Bounds,
     JsonCount,
     RequestMemory,
     check_written,
+    count_json,
 )
 from paceline.services.gateway.http.errors import ApiError
 from tests.services.gateway.conftest import Stack, StartStack, eventually
@@ -212,3 +215,10 @@ async def test_the_bounds_are_options(start_stack: StartStack) -> None:
     utf16 = '{"prompt": "∀"}'.encode("utf-16-le")  # a half of this character is a quote
     refused = await stack.http.post("/tokenize", content=utf16, headers=HEADERS)
     assert (refused.status_code, "not valid JSON" in refused.text) == (400, True)
+
+
+def test_digits_of_long_numbers_count() -> None:
+    few, many = count_json(b"[1.5,%d]" % (10**17)), count_json(b"[1.5,%d]" % (10**103))
+
+    assert many.values - few.values == (104 - PLAIN_DIGITS) // DIGITS_PER_VALUE
+    assert few.values == count_json(b"[1.5,1]").values

@@ -15,8 +15,8 @@ from paceline.core.config.http import HttpOptions
 from paceline.core.telemetry import _add_context
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds
 from paceline.services.gateway.http.event_streams import EventStreamResponse
+from paceline.services.gateway.http.fair_pool import FairPool
 from paceline.services.gateway.http.middleware import RequestScopeMiddleware
-from paceline.services.gateway.http.request_scope import FairPool
 from tests.services.gateway.conftest import Stack, StartStack
 
 

@@ -12,8 +12,9 @@ from paceline.core.config.http import HttpOptions
 from paceline.core.request_classes import BACKGROUND
 from paceline.services.gateway.http.access.callers import ANYONE, Caller
 from paceline.services.gateway.http.bounds import BodyMemory, Bounds
+from paceline.services.gateway.http.fair_pool import FairPool
 from paceline.services.gateway.http.middleware import LINE_CALLER, RequestScopeMiddleware
-from paceline.services.gateway.http.request_scope import FairPool, RequestScope, scope_of
+from paceline.services.gateway.http.request_scope import RequestScope, scope_of
 from tests.services.gateway.toy_scope import toy_scope
 
 ALICE = Caller("alice", "digest of the key", is_admin=False, request_class="chat")

@@ -23,7 +23,7 @@ from paceline.core.machine import available_cores
 from paceline.core.options import parse_bytes
 from paceline.core.types import Constraint
 from paceline.services.common.tasks import end_tasks
-from paceline.services.gateway.http.request_scope import OwnerTurns
+from paceline.services.gateway.http.fair_pool import OwnerTurns
 from paceline.services.gateway.planning.constraints.fields import WantedConstraint
 from paceline.services.gateway.planning.constraints.server import OWNER_BYTES, READY, TOO_LARGE, TOO_LATE, TrialLimits
 from paceline.services.gateway.planning.constraints.trial import read_outcome

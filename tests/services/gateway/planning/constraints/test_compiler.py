@@ -16,7 +16,7 @@ from paceline.core.errors import BusyError, InvalidRequestError
 from paceline.core.grammar import compile_grammar
 from paceline.core.types import Constraint, ConstraintKind
 from paceline.services.gateway.gateway import Gateway
-from paceline.services.gateway.http.request_scope import OwnerTurns
+from paceline.services.gateway.http.fair_pool import OwnerTurns
 from paceline.services.gateway.planning.constraints import compiler
 from paceline.services.gateway.planning.constraints.compiler import KnownOutcomes
 from paceline.services.gateway.planning.constraints.fields import ConstraintFields, WantedConstraint

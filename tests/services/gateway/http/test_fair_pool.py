@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from paceline.services.gateway.api.tokens import render_api
-from paceline.services.gateway.http import reading
-from paceline.services.gateway.http.request_scope import FairPool, OwnerTurns
+from paceline.services.gateway.http import fair_pool, reading
+from paceline.services.gateway.http.fair_pool import FairPool, OwnerTurns
 from tests.services.gateway.conftest import Stack, eventually
 
 
@@ -166,3 +167,44 @@ async def test_callers_without_a_key_have_all_places() -> None:
     for name in ("-2", "-3"):
         await crowd.leave(name)
     assert (turns._taken, turns._waiting) == ({}, {})
+
+
+async def test_work_that_holds_the_interpreter_is_done_alone() -> None:
+    pool, running, most = FairPool(4), 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+
+    await asyncio.gather(*(pool.run_alone(owner, work) for owner in ("", "", "a", "a", "b")))
+
+    assert (most, running) == (1, 0)
+    await asyncio.to_thread(pool.close)
+
+
+async def test_a_key_waits_after_long_work_that_holds_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_pool, "ALONE_SHARE", 0.2)
+    pool, order = FairPool(4), []
+
+    def work(name: str) -> None:
+        order.append(name)
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.1:
+            pass
+
+    await pool.run_alone("a", work, "a")
+    mine = asyncio.create_task(pool.run_alone("a", work, "a again"))
+    left = asyncio.create_task(pool.run_alone("a", work, "a left"))
+    await asyncio.sleep(0)
+    left.cancel()  # a client that goes while its body waits
+    await pool.run_alone("b", work, "b")
+    await mine
+
+    assert order == ["a", "b", "a again"]
+    await asyncio.sleep(0.5)
+    await pool.run_alone("c", work, "c")
+    assert pool._paces.keys() == {"c"}
+    await asyncio.to_thread(pool.close)
