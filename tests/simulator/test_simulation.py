@@ -256,7 +256,6 @@ requests_of = st.lists(
 ).map(lambda found: sorted(found, key=lambda request: request.arrival))
 scenarios = st.builds(
     Scenario,
-    adapters=st.sampled_from([AdapterOptions(), AdapterOptions(max_cpu_loras=1, seconds=0.3)]),
     st.sampled_from(
         [
             profile(),
@@ -269,6 +268,7 @@ scenarios = st.builds(
     prefill=st.integers(0, 3),
     decode=st.integers(1, 3),
     is_aggregated=st.booleans(),
+    adapters=st.sampled_from([AdapterOptions(), AdapterOptions(max_cpu_loras=1, seconds=0.3)]),
     workers_per_host=st.sampled_from([1, 2, 8]),
     host_tokens=st.sampled_from([600, 2000, 0]),
     cache_policy=st.sampled_from(["lru", "adaptive"]),

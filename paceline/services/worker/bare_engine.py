@@ -10,7 +10,6 @@ from paceline.engine.engine import Engine
 from paceline.engine.limits import Limits
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import Step, StepResult
-from paceline.proto.fleet_pb2 import AdapterReport
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 
 
@@ -37,10 +36,6 @@ class BareEngine:
     def goes_on(self) -> bool:
         """Whether the engine is idle or its piece under way began less than ALIVE_SECONDS ago."""
         return self.engine.step_seconds < ALIVE_SECONDS
-
-    def lora(self) -> AdapterReport:
-        """Return the report about adapters: the worker takes none."""
-        return AdapterReport()
 
     def _pass_failure(self, error: BaseException) -> None:
         """Pass the engine's error on to the event loop. Called on the engine's threads."""
