@@ -65,6 +65,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.transfer.hosts": "{model} --prompt-tokens 100 --requests 2",
     "bench.compute.kernels": "--rounds 1 --only rms_norm",
     "bench.compute.lora": "{model} --rounds 1 --rank 2",
+    "bench.compute.lora_loading": "{model} --rounds 1 --rank 2 --tokens 20",
     "bench.compute.kv_cache": "{model} --context 64 --batch 1 --tokens 2 --rounds 1 --text README.md --text-tokens 600",
     "bench.serving.limits": "{model} --seconds 2",
     "bench.serving.load": "--url {url} --workload one",

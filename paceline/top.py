@@ -32,6 +32,12 @@ _COLUMNS = (
 )
 
 
+_ADAPTERS = 8
+"""Largest number of adapters that are shown."""
+_NAME = 24
+"""Largest number of characters of a name in the lines about adapters, which fit into 80 columns."""
+
+
 def top(gateway: GatewayClient, interval: float, count: int) -> None:
     """Print the fleet every `interval` seconds, `count` times, or until interrupted if `count` is 0.
 
@@ -55,6 +61,7 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
     earlier = {_name(worker): worker["stats"] for worker in before["workers"]}
     lines = ["".join(title.ljust(width) for title, width in _COLUMNS)]
     shown = [worker for worker in now["workers"] if worker["role"] not in ("kvtransfer", "planner")]
+    loads: list[str] = []
     several = len({_name(worker)[0] for worker in shown}) > 1
     for model, workers in itertools.groupby(shown, lambda worker: _name(worker)[0]):
         if several:
@@ -63,11 +70,35 @@ def render(before: Mapping[str, Any], now: Mapping[str, Any], seconds: float) ->
             stats = worker["stats"]
             gained = {name: value - earlier.get(_name(worker), {}).get(name, 0) for name, value in stats.items()}
             lines.append(_row([*_state(worker), *_work(gained, seconds), _weights(stats), worker["numerics"] or "-"]))
+            loads += _loads(worker, gained, seconds)
     lines.append("")
     for host in now["hosts"]:
         lines.append(_ledger(host))
     lines.append(f"waiting at the gateway: {now['waiting']}")
-    return lines
+    # Gateways of earlier releases tell nothing about adapters.
+    return lines + loads + _adapters(now.get("adapters", ()))
+
+
+def _adapters(adapters: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a line for each adapter that sequences use, up to _ADAPTERS of them."""
+    used = [each for each in adapters if each["running"] or each["waiting"]]
+    lines = [
+        f"adapter {each['name'][:_NAME]}: {each['running']} running, {each['waiting']} waiting; "
+        f"on {len(each['workers'])} workers"
+        for each in used[:_ADAPTERS]
+    ]
+    return lines + [f"and {len(used) - _ADAPTERS} more adapters"] * (len(used) > _ADAPTERS)
+
+
+def _loads(worker: Mapping[str, Any], gained: Mapping[str, float], seconds: float) -> list[str]:
+    """Return a line about the adapters in a worker's memory, if it has any."""
+    if not (count := worker["stats"].get("lora_adapters")):
+        return []
+    loads = gained.get("lora_loads", 0)
+    took = f" of {1000 * gained['lora_load_seconds'] / loads:.0f} ms" if loads else ""
+    evictions = gained.get("lora_evictions", 0) / seconds
+    name = worker["worker_id"][:_NAME]
+    return [f"{name}: {count:.0f} adapters; {loads / seconds:.1f} loads/s{took}, {evictions:.1f} evictions/s"]
 
 
 def _name(worker: Mapping[str, Any]) -> tuple[str, str]:

@@ -51,6 +51,8 @@ def _asked(told: Json) -> str:
     if task := asked.get("task"):
         return f"{task} of {_count(asked['inputs'], 'input')}"
     words = [told["endpoint"] + (", streamed" if told["streamed"] else "")]
+    if adapter := asked.get("adapter"):
+        words.append(f"adapter {adapter['name']} ({adapter['digest'][:16]})")
     if told["sequences"] > 1:
         words.append(f"{asked['prompts']} x {asked['n']} choices")
     words.append("greedy" if asked["sampling"] == "greedy" else f"random, temperature {asked['temperature']:g}")

@@ -67,6 +67,24 @@ def test_workers_of_several_models_stand_below_their_names() -> None:
     assert [line.split()[5] for line in (lines[2], lines[4])] == ["10.0", "30.0"]
 
 
+def test_adapters_are_shown_if_there_are_any() -> None:
+    before = fleet(lora_adapters=4, lora_loads=10, lora_load_seconds=1.0, lora_evictions=1)
+    now = fleet(lora_adapters=5, lora_loads=14, lora_load_seconds=1.4, lora_evictions=2)
+    adapters = [
+        {"name": f"{name} " + 40 * "x", "running": running, "waiting": 1, "workers": ["a", "b"]}
+        for name, running in zip("abcdefghij", range(10))
+    ]
+    idle = {"name": "idle", "running": 0, "waiting": 0, "workers": []}
+    lines = render(before, {**now, "adapters": [*adapters, idle]}, 2.0)[4:]
+    assert lines[0] == "waiting at the gateway: 7"
+    assert lines[1] == "decode-0: 5 adapters; 2.0 loads/s of 100 ms, 0.5 evictions/s"
+    assert lines[2] == f"adapter a {22 * 'x'}: 0 running, 1 waiting; on 2 workers"
+    assert len(lines) == 11
+    assert lines[10] == "and 2 more adapters"
+    assert all(len(line) <= 80 for line in lines)
+    assert render(before, {**fleet(lora_adapters=0), "adapters": [idle]}, 1.0)[5:] == []
+
+
 def test_pooled_tokens_count_beside_those_that_are_generated() -> None:
     before, now = fleet(pooled_tokens=100, sampled_tokens=5), fleet(pooled_tokens=900, sampled_tokens=25)
     assert render(before, now, 4.0)[1].split()[5] == "205.0"

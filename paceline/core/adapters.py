@@ -19,6 +19,7 @@ LoraDType = Literal["auto", "bfloat16", "float32"]
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter's folder, as PEFT writes them."""
 DIGEST_BYTES = 32
+_SHORT_BYTES = 8
 MOST_CONFIG_BYTES = 1 << 20
 MOST_TENSOR_BYTES = 8 << 30
 """Largest size of an adapter's tensors. They are read into memory."""
@@ -56,6 +57,11 @@ class AdapterFiles:
     @property
     def digest(self) -> bytes:
         return _digest(hashlib.sha256(self.config).digest(), hashlib.sha256(self.tensors).digest())
+
+
+def short_digest(digest: bytes) -> int:
+    """Return the number that stands for an adapter in workers' reports and in routing; 0 for no adapter (empty)."""
+    return int.from_bytes(digest[:_SHORT_BYTES])
 
 
 def adapter_folders(config: LoraOptions) -> dict[str, str]:

@@ -1,8 +1,19 @@
-"""The choice of the adapters in the device's slots. Pure, like the scheduler."""
+"""The choice of the adapters in the device's slots. Pure, like the scheduler.
+
+If the requests of a step have more adapters than there are slots, adapters take turns. An adapter keeps its place for
+TURN_STEPS steps. Then the adapters that were left out for longest come next. So no request waits for ever behind
+requests with other adapters, however many of these come.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from paceline.engine.step import AdapterPlaced
+
+TURN_STEPS = 16
+"""Steps after which an adapter makes way for those that were left out. In shorter turns, each adapter would have the
+same small part of the steps, but a device with memory of its own would copy adapters more often."""
 
 
 class AdapterSlots:
@@ -16,14 +27,36 @@ class AdapterSlots:
         self._count = count
         self._slots: dict[bytes, int] = {}  # the adapter that was used longest ago comes first
         self._wanted: dict[bytes, None] = {}  # in the order in which the step's chunks want them
+        self._queue: list[bytes] = []
+        """Adapters that take turns, in the order of their turns; empty if the last step had room for all."""
+        self._turns: dict[bytes, int] = {}
+        """Number of steps of the present turn of each adapter that has one."""
+        self._allowed: Collection[bytes] = ()
+        """Adapters that the step may have."""
 
-    def begin(self) -> None:
-        """Begin to plan a step."""
+    def begin(self, urgent: Iterable[bytes], background: Iterable[bytes] = ()) -> None:
+        """Begin to plan a step.
+
+        Args:
+            urgent: adapters of the requests that the step may include, in the order of their arrival; may repeat, and
+                may be empty for requests without one.
+            background: adapters of requests of the background, which come after all others.
+        """
         self._wanted = {}
+        first = dict.fromkeys(filter(None, urgent))
+        every = first | dict.fromkeys(filter(None, background))
+        if len(every) <= self._count:
+            self._queue, self._turns, self._allowed = [], {}, every
+            return
+        known = dict.fromkeys(adapter for adapter in self._queue if adapter in every)
+        over = {adapter for adapter, steps in self._turns.items() if steps >= TURN_STEPS}
+        self._queue = sorted(known | every, key=lambda adapter: (adapter not in first, adapter in over))
+        self._allowed = self._queue[: self._count]
+        self._turns = {each: 1 + (0 if each in over else self._turns.get(each, 0)) for each in self._allowed}
 
     def fits(self, adapter: bytes) -> bool:
         """Return whether the step may include a request with this adapter; any step may include one without (empty)."""
-        return not adapter or adapter in self._wanted or len(self._wanted) < self._count
+        return not adapter or adapter in self._allowed
 
     def want(self, adapter: bytes) -> None:
         """Note that the step includes a request with this adapter, which must fit."""

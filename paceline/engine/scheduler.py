@@ -108,18 +108,19 @@ class Scheduler:
 
         Every decoding request gets a token. If prompts wait, drafts get at most half of the remaining tokens. Prompts
         share the rest by the rule of `PromptOrder`. A prompt waits before a span of media whose encoding is missing,
-        and any request waits if the step has as many other adapters as there are slots.
+        and any request waits while other adapters have their turn in the slots (`AdapterSlots`).
 
         Args:
             background: largest number of background requests that decode in this step; ALL also computes their prompts.
             now: the present instant, in seconds of any clock.
         """
         self._residents.begin_plan()
-        self._adapters.begin()
         requests = self._residents.by_urgency()
         if background < ALL:
             urgent = [request for request in requests if not request.background]
             requests = urgent + [each for each in requests[len(urgent) :] if each.decodes][:background]
+        if self._limits.max_adapters:
+            self._begin_adapters(requests)
         decoding = [request for request in requests if request.decodes and self._residents.can_run(request)]
         prompts = [request for request in requests if not request.decodes and request.left_len]
         budget = self._limits.max_batched_tokens - len(decoding)
@@ -148,6 +149,14 @@ class Scheduler:
         if not chunks:
             return None
         return Step(tuple(chunks), self._rows.take_updates(), self._adapters.place())
+
+    def _begin_adapters(self, requests: Sequence[Request]) -> None:
+        """Choose the adapters that the step may have."""
+        running = [request for request in requests if request.place is Residence.RUNNING]
+        self._adapters.begin(
+            (request.context.adapter for request in running if not request.background),
+            (request.context.adapter for request in running if request.background),
+        )
 
     def is_long(self, step: Step) -> bool:
         """Return whether a step takes so long that the step after it should not be planned before it ends."""

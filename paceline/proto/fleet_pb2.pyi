@@ -88,6 +88,7 @@ class Member(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    LORA_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
@@ -166,6 +167,10 @@ class Member(_message.Message):
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterChange]:
         """The newest change of each name of an adapter that has changed while the cluster runs. Only gateways have it."""
 
+    @_builtins.property
+    def lora(self) -> Global___AdapterReport:
+        """For placing requests of adapters. Only workers that take adapters have it."""
+
     def __init__(
         self,
         *,
@@ -194,15 +199,50 @@ class Member(_message.Message):
         weights: _builtins.str = ...,
         files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         adapters: _abc.Iterable[Global___AdapterChange] | None = ...,
+        lora: Global___AdapterReport | None = ...,
         mark: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "lora", b"lora", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "lora", b"lora", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
+
+@_typing.final
+class AdapterReport(_message.Message):
+    """The adapters in a worker's memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    MISS_SECONDS_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    miss_seconds: _builtins.float
+    """Expected time until a further adapter is in memory, in seconds; 0 before the first one was read."""
+    slots: _builtins.int
+    """Largest number of adapters in one step."""
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The first 8 bytes of the digest of each adapter, as a big-endian number, ascending. At most 512: of more, those that
+        were used last.
+        """
+
+    def __init__(
+        self,
+        *,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+        miss_seconds: _builtins.float = ...,
+        slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "miss_seconds", b"miss_seconds", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterReport: _TypeAlias = AdapterReport  # noqa: Y015
 
 @_typing.final
 class AdapterChange(_message.Message):

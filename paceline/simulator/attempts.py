@@ -17,6 +17,7 @@ from paceline.core.prefix import BlockHolders
 from paceline.core.step_times import Delay, Profile
 from paceline.services.gateway.routing.candidates import Placement
 from paceline.services.kvtransfer.ledger.lease import TRANSFER
+from paceline.simulator.adapters import hold_all
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
 from paceline.simulator.known_workers import KnownWorkers
@@ -108,9 +109,14 @@ class Attempts:
             return prefill.name
         self._set_workers(sequence, Workers(decode, prefill))
         sequence.attempt += 1
+        used = [worker for worker in self._workers[sequence] if worker is not None]
+        if (refusing := hold_all([worker.adapters for worker in used], sequence, self._events.now)) is not None:
+            return used[refusing].name
         if placement.source:
             self._fetch(sequence, placement)
         elif (refusal := self._reserve(sequence, placement.least_cached_tokens)) is not None:
+            for worker in used:
+                worker.adapters.let_go(sequence)
             return refusal
         if sequence.placed < 0:
             sequence.placed = self._events.now
@@ -118,7 +124,7 @@ class Attempts:
         computing = prefill or decode
         for worker in {decode, computing}:
             worker.admitted[sequence] = None
-            self._known.calls[worker.name].begin_call(tokens if worker is computing else 0)
+            self._known.calls[worker.name].begin_call(tokens if worker is computing else 0, sequence.adapter)
         sequence.sent = tokens
         if not placement.source:
             self._start(sequence)
@@ -140,6 +146,7 @@ class Attempts:
         workers = self._workers.pop(sequence, None)
         used = [] if workers is None else [worker for worker in workers if worker is not None]
         for worker in used:
+            worker.adapters.let_go(sequence)
             if sequence in worker.preempted:
                 worker.preempted.remove(sequence)
             if worker.admitted.pop(sequence, 0) is None or worker.state == "gone":
@@ -172,6 +179,7 @@ class Attempts:
         decode = self._workers[sequence].decode
         if worker is not decode:
             worker.admitted.pop(sequence, None)
+            worker.adapters.let_go(sequence)
             self._known.calls[worker.name].end_call()
             self._on_room()
         if sequence.left == 0:
@@ -250,6 +258,9 @@ class Attempts:
         return None
 
     def _start(self, sequence: Sequence) -> None:
+        if sequence.adapters_at > self._events.now:
+            self._events.at(sequence.adapters_at, self._start_if_current, sequence, sequence.attempt)
+            return
         computing = self._workers[sequence].computing
         self._recorder.started(sequence, self._events.now)
         computing.clock.delay_prompts(computing.kit.times.arrival)
@@ -257,6 +268,10 @@ class Attempts:
             self._join(sequence, sequence.attempt)
         else:
             computing.cores.admit(partial(self._join, sequence, sequence.attempt))
+
+    def _start_if_current(self, sequence: Sequence, attempt: int) -> None:
+        if sequence.attempt == attempt and sequence in self._workers:
+            self._start(sequence)
 
     def _join(self, sequence: Sequence, attempt: int) -> None:
         """Let a prompt join its worker, after the measured delays of an admission."""

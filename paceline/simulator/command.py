@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.planner.objectives import Latency, Objectives, RoleLimits, class_latencies
 from paceline.core.request_classes import DEFAULT, read_classes
 from paceline.core.step_times import read_profile
+from paceline.simulator.adapters import AdapterOptions
 from paceline.simulator.answers import on_caches, on_disaggregation, on_failure
 from paceline.simulator.described_load import read_load
 from paceline.simulator.gateway import GatewayOptions
@@ -135,6 +136,7 @@ def _scenario(arguments: dict[str, Any]) -> Scenario:
             classes=classes,
             retries=arguments["retries"],
         ),
+        adapters=AdapterOptions(arguments["max_cpu_loras"], arguments["adapter_seconds"]),
         failures=tuple(map(PlannedFailure.parse, arguments["fail"])),
         restarts=not arguments["no_restart"],
         plans=arguments["planner"],

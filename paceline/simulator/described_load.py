@@ -17,6 +17,7 @@ answer = {median = 150, p99 = 800}
 prefix = {tokens = 512, kinds = 4}      # every conversation begins with one of 4 system prompts
 turns = 3                               # mean number of turns; each repeats the conversation so far
 think = {median = 30, p99 = 300}        # seconds from one turn to the next
+adapters = {count = 100, zipf = 1.0}    # each conversation has one of 100 adapters, the first ones most often
 """
 
 from __future__ import annotations
@@ -140,6 +141,13 @@ class Prefix(_Table):
     """Number of different system prompts."""
 
 
+class Adapters(_Table):
+    """Adapters of conversations. Number n is chosen with a chance that is proportional to 1 / n ** zipf."""
+
+    count: int = Field(ge=1)
+    zipf: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+
+
 class RequestKind(_Table):
     """One kind of conversation, and its share of all conversations."""
 
@@ -150,6 +158,7 @@ class RequestKind(_Table):
     prompt: Amount
     answer: Amount
     prefix: Prefix | None = None
+    adapters: Adapters | None = None
     turns: float = Field(default=1.0, ge=1, allow_inf_nan=False)
     think: Amount = 10.0
 
@@ -178,9 +187,9 @@ class _Requests:
         """Merge the turns of all conversations in the order of their arrivals."""
         load = self._load
         source = random.Random(load.seed)
-        prefixes = list(
-            itertools.accumulate((kind.prefix.kinds if kind.prefix else 0 for kind in load.requests), initial=1)
-        )
+        # A system prompt has other blocks with each adapter.
+        prefixes = list(itertools.accumulate(map(_prefixes_of, load.requests), initial=1))
+        chances = [_chances_of(kind) for kind in load.requests]
         weights = [kind.weight for kind in load.requests]
         later: list[tuple[float, int, TraceRequest, _Conversation]] = []
         for number, at in enumerate(load.arrivals.times(load.seconds, source), prefixes[-1]):
@@ -189,11 +198,27 @@ class _Requests:
             (which,) = source.choices(range(len(weights)), weights)
             kind = load.requests[which]
             first = 0 if kind.prefix is None else prefixes[which] + source.randrange(kind.prefix.kinds)
-            talk = _Conversation(kind, random.Random(f"{load.seed}/{number}"), number, first, load.max_model_len)
+            own, adapter = random.Random(f"{load.seed}/{number}"), 0
+            if kind.adapters is not None:
+                (adapter,) = own.choices(range(1, kind.adapters.count + 1), cum_weights=chances[which])
+                first += (adapter - 1) * (kind.prefix.kinds if kind.prefix else 0)
+            talk = _Conversation(kind, own, number, first, load.max_model_len, adapter)
             if (turn := talk.turn(at)) is not None:
                 heapq.heappush(later, (at, number, turn, talk))
         while later:
             yield _next_of(later)
+
+
+def _prefixes_of(kind: RequestKind) -> int:
+    """Return the number of different beginnings of a kind's conversations."""
+    return (kind.prefix.kinds if kind.prefix else 0) * (kind.adapters.count if kind.adapters else 1)
+
+
+def _chances_of(kind: RequestKind) -> list[float]:
+    """Return the sums of the chances of a kind's adapters up to each of them, relative to that of the first."""
+    if kind.adapters is None:
+        return []
+    return list(itertools.accumulate(n**-kind.adapters.zipf for n in range(1, kind.adapters.count + 1)))
 
 
 class _Conversation:
@@ -202,10 +227,14 @@ class _Conversation:
     Args:
         number: distinguishes it from all other conversations and system prompts.
         prefix: number of its system prompt; 0 without one.
+        adapter: number of its adapter; 0 without one.
     """
 
-    def __init__(self, kind: RequestKind, source: random.Random, number: int, prefix: int, max_model_len: int) -> None:
+    def __init__(
+        self, kind: RequestKind, source: random.Random, number: int, prefix: int, max_model_len: int, adapter: int
+    ) -> None:
         self._kind, self._source, self._number, self._prefix = kind, source, number, prefix
+        self._adapter = adapter
         self._most = max_model_len
         self._context = kind.prefix.tokens if kind.prefix else 0
 
@@ -218,7 +247,8 @@ class _Conversation:
             return None
         self._context = prompt + answer
         session = str(self._number) if kind.turns > 1 else ""
-        return TraceRequest(at, prompt, answer, self._blocks(), kind.group, session, kind.key, kind.priority)
+        names = self._blocks(), kind.group, session, kind.key
+        return TraceRequest(at, prompt, answer, *names, kind.priority, self._adapter)
 
     def after(self, at: float) -> float | None:
         """Return the arrival of the turn after the one at `at`, in seconds; None if there is none."""

@@ -108,9 +108,9 @@ class SimulatedFleet:
             or self._add_host()
         )
         cores = self._cores.get(host.number)
-        is_coalesced = self._scenario.is_coalesced
+        is_coalesced, adapters = self._scenario.is_coalesced, self._scenario.adapters
         worker = SimulatedWorker(
-            self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced
+            self._count, role, host, self._kits, self._events, self._gateway.attempts, cores, is_coalesced, adapters
         )
         self._count += 1
         self.workers[worker.name] = worker

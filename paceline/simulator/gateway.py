@@ -140,6 +140,7 @@ class SimulatedGateway:
             names,
             owner=request.owner,
             priority=request.priority,
+            adapter=request.adapter,
         )
         self._recorder.arrived(sequence)
         if sequence.prompt_tokens + sequence.answer_tokens > self._profile.max_model_len:
@@ -203,6 +204,7 @@ class SimulatedGateway:
                 cached=cached,
                 refused=refused | full,
                 failed=sequence.failed,
+                adapter=sequence.adapter,
                 local_tokens=self._options.local_prefill_tokens,
             )
             snapshot = self.known.candidates()

@@ -71,9 +71,10 @@ class KnownWorkers:
             queued_tokens=worker.queued_tokens,
             prefill_tokens_per_second=worker.tokens_per_second,
         )
+        lora = worker.adapters.report()
         calls.note_current()
-        if load != calls.member.load or calls.unreported or calls.in_flight:
-            calls.update(dataclasses.replace(calls.member, load=load))
+        if load != calls.member.load or calls.unreported or calls.in_flight or lora != calls.member.lora:
+            calls.update(dataclasses.replace(calls.member, load=load, lora=lora))
 
     def candidates(self) -> CandidateTable:
         """Return the table of the workers that take work, with their newest loads."""

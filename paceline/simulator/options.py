@@ -57,6 +57,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N[,N…]",
         help="tokens of KV that a host holds; 0 for the profile's. Several numbers are compared",
     )
+    fleet.add_argument(
+        "--max-cpu-loras", type=int, default=32, metavar="N", help="most adapters in a worker's memory [%(default)s]"
+    )
+    fleet.add_argument(
+        "--adapter-seconds",
+        type=float,
+        default=0.1,
+        metavar="SECONDS",
+        help="time in which a worker reads an adapter; paceline:lora_load_seconds of a fleet tells it [%(default)s]",
+    )
     fleet.add_argument("--cache-policy", default="adaptive", metavar="NAME", help="cache policy [%(default)s]")
     fleet.add_argument(
         "--fail",

@@ -122,6 +122,8 @@ class Result:
     cost: float
     """Price of the device-seconds, in the currency of the profile."""
     preemptions: int
+    adapter_loads: int
+    """Number of times that a worker read an adapter."""
     busy: dict[str, float]
     """For each role, the share of time in which its workers computed, from 0 to 1."""
     levels: list[Level]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paceline.core.errors import ConfigError
 from paceline.core.planner.objectives import Objectives
 from paceline.core.step_times import Profile
+from paceline.simulator.adapters import AdapterOptions
 from paceline.simulator.gateway import GatewayOptions
 
 
@@ -52,6 +53,7 @@ class Scenario:
     host_tokens: int = 0
     """Tokens of KV that a host holds; 0 takes the number in the profile."""
     gateway: GatewayOptions = field(default_factory=GatewayOptions)
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
     failures: tuple[PlannedFailure, ...] = ()
     restarts: bool = True
     """Whether workers that have failed are started again."""
@@ -90,6 +92,8 @@ class Scenario:
             raise ConfigError("--queue-seconds must be at least 0")
         if self.gateway.max_waiting < 1 or self.gateway.retries < 0:
             raise ConfigError("--max-waiting must be at least 1, and --retries at least 0")
+        if self.adapters.max_cpu_loras < 1 or not self.adapters.seconds >= 0:
+            raise ConfigError("--max-cpu-loras must be at least 1, and --adapter-seconds at least 0")
         if self.hint_seconds <= 0 or self.heartbeat_seconds <= 0:
             raise ConfigError("the times of hints and heartbeats must be above 0")
         self.objectives.check()

@@ -46,6 +46,8 @@ class Sequence:
     """Name of the API key of the request. Waiting requests of different keys share the free places."""
     priority: int = 0
     """Priority of the request; lower is more urgent."""
+    adapter: int = 0
+    """Name of the request's adapter; 0 for the model alone."""
     received: float = 0.0
     """Instant at which the client last sent the request."""
     retries: int = 0
@@ -77,6 +79,8 @@ class Sequence:
     """Number of the attempt's prompt tokens that count as queued on the computing worker."""
     moved: float = 0.0
     """Instant at which the decode worker's host has all blocks except those of the last chunk."""
+    adapters_at: float = 0.0
+    """Instant at which the workers of the attempt have the request's adapter in memory."""
     failed: frozenset[str] = frozenset()
     first_token: float = -1.0
     """Instant of the first token; negative before it."""

@@ -135,6 +135,7 @@ class Simulation:
             device_seconds=self.fleet.device_seconds,
             cost=self.fleet.cost,
             preemptions=self.recorder.preemptions,
+            adapter_loads=sum(worker.adapters.loads for worker in workers),
             levels=self._levels,
             decisions=[] if self._planner is None else self._planner.decisions,
             busy={

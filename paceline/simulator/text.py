@@ -27,7 +27,8 @@ def lines(found: Found) -> Iterator[str]:
     for name, class_result in sorted(result.classes.items()):
         yield from _class_lines(name, class_result, scenario.objectives.latency(name))
     busy = ", ".join(f"{role} workers compute {share:.0%} of the time" for role, share in result.busy.items() if share)
-    yield f"  {busy or 'no worker computed'}; {result.preemptions} preemptions"
+    loads = f", {result.adapter_loads} adapters read" if result.adapter_loads else ""
+    yield f"  {busy or 'no worker computed'}; {result.preemptions} preemptions{loads}"
     for decision in result.decisions:
         yield f"  {decision.at:7.0f} s  {decision.line}"
         if effect := effect_of(decision, result):

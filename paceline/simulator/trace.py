@@ -32,6 +32,8 @@ class TraceRequest(NamedTuple):
     """Name of the API key of the request. If requests wait, the keys share the free places."""
     priority: int = 0
     """Priority of the request; lower is more urgent."""
+    adapter: int = 0
+    """Name of the request's adapter, a number of 64 bits; 0 for the model alone. Names of blocks depend on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,4 +86,11 @@ def _request(entry: dict[str, Any], block_tokens: int) -> TraceRequest | None:
         str(session or ""),
         str(entry.get("key", "")),
         int(entry.get("priority", 0)),
+        _adapter(int(entry.get("adapter", 0))),
     )
+
+
+def _adapter(name: int) -> int:
+    if not 0 <= name < 1 << 64:
+        raise ValueError("adapter must be a number of 64 bits")
+    return name

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 
 from paceline.engine.prompt_order import PromptOrder, is_long
 from paceline.engine.stats import MEASURED_TOKENS
+from paceline.simulator.adapters import DEFAULT, AdapterOptions, SimulatedAdapters
 from paceline.simulator.cores import Cores
 from paceline.simulator.events import Events
 from paceline.simulator.host import Host
@@ -61,6 +62,7 @@ class SimulatedWorker:
         owner: Owner,
         cores: Cores | None = None,
         is_coalesced: bool = True,
+        adapters: AdapterOptions = DEFAULT,
     ) -> None:
         self.number, self.name, self.host = number, f"w{number:05}", host
         self.session = 2 * number + 3
@@ -70,6 +72,7 @@ class SimulatedWorker:
         """Instant at which the worker entered its present state."""
         self.admitted: dict[Sequence, None] = {}
         """Sequences that occupy a place, in the order of their admission."""
+        self.adapters = SimulatedAdapters(adapters)
         self.preempted: list[Sequence] = []
         """Sequences that lost their blocks and wait for new ones, in order."""
         self.queued_tokens = 0

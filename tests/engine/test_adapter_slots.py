@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from paceline.core.context import Context
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.core.types import Key, SamplingParams, Token
-from paceline.engine.adapter_slots import AdapterSlots
+from paceline.engine.adapter_slots import TURN_STEPS, AdapterSlots
 from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
-from paceline.engine.step import AdapterPlaced, ChunkResult, StepResult
+from paceline.engine.step import AdapterPlaced, ChunkResult, Sampled, StepResult
 from tests.adapters import merged, write_adapter
 from tests.engine.loops import Loop, load
 from tests.models.adapters.test_adapted_models import load_adapted
@@ -24,7 +27,7 @@ A, B, C = b"a", b"b", b"c"
 
 
 def step(slots: AdapterSlots, *adapters: bytes) -> tuple[AdapterPlaced, ...]:
-    slots.begin()
+    slots.begin(adapters)
     for adapter in adapters:
         assert slots.fits(adapter)
         slots.want(adapter)
@@ -45,12 +48,38 @@ def test_the_adapter_that_was_used_longest_ago_makes_room() -> None:
 
 def test_a_step_has_no_more_adapters_than_slots() -> None:
     slots = AdapterSlots(1)
-    slots.begin()
-    slots.want(A)
+    slots.begin([b"", A, B, A])
     assert slots.fits(A)
     assert slots.fits(b"")
     assert not slots.fits(B)
     assert not AdapterSlots(0).fits(A)
+
+
+def turns(slots: AdapterSlots, steps: int, *adapters: bytes, background: tuple[bytes, ...] = ()) -> list[set[bytes]]:
+    """Return the adapters of each step, if requests with all these adapters could continue in each of them."""
+    seen = []
+    for _ in range(steps):
+        slots.begin(adapters, background)
+        seen.append({adapter for adapter in (*adapters, *background) if slots.fits(adapter)})
+    return seen
+
+
+def test_adapters_take_turns_if_they_do_not_all_fit() -> None:
+    assert turns(AdapterSlots(1), 3 * TURN_STEPS, A, B) == [{A}] * TURN_STEPS + [{B}] * TURN_STEPS + [{A}] * TURN_STEPS
+    seen = turns(AdapterSlots(2), 3 * TURN_STEPS, A, B, C)
+    assert [seen[TURN_STEPS * turn] for turn in range(3)] == [{A, B}, {C, A}, {B, C}]
+    assert all(len(step) == 2 for step in seen)
+    # A turn ends early if nobody needs it.
+    slots = AdapterSlots(1)
+    turns(slots, 3, A, B)
+    assert turns(slots, 1, B, C) == [{B}]
+    assert turns(slots, TURN_STEPS, B, C)[-1] == {C}
+
+
+def test_adapters_of_the_background_come_last() -> None:
+    assert turns(AdapterSlots(1), 40, A, background=(B, C)) == [{A}] * 40
+    seen = turns(AdapterSlots(2), 2 * TURN_STEPS, A, background=(B, C, A))
+    assert (seen[0], seen[-1]) == ({A, B}, {A, C})
 
 
 def test_slots_follow_random_steps() -> None:
@@ -81,6 +110,54 @@ def test_requests_wait_while_a_step_has_as_many_other_adapters_as_slots() -> Non
         scheduler.apply(planned, StepResult(results, 0.01))
     assert seen == [["0", "2", "3"], ["0", "2", "3"], ["1"], ["1"]]
     assert placed == [A, B]
+
+
+def request(name: str, adapter: bytes, prompt: int, answer: int, background: bool = False) -> Request:
+    tables = [list(range(1 + (prompt + answer) // 4))]
+    context, sampling = Context([1] * prompt, adapter=adapter), SamplingParams(max_tokens=answer, temperature=0.0)
+    return Request(Key(name, 1, 1), context, prompt, sampling, LAYOUT, tables, background=background)
+
+
+mixes = st.lists(
+    st.tuples(st.sampled_from([b"", A, B, C, b"d", b"e"]), st.integers(1, 60), st.integers(1, 40)),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(mixes, st.integers(1, 3), st.sampled_from([b"", A, b"hot"]))
+def test_no_request_starves(mix: list[tuple[bytes, int, int]], slots: int, hot: bytes) -> None:
+    """Requests of any mix end, although a new request of a hot adapter comes with each step."""
+    scheduler = Scheduler(Limits(24, 128, 16, max_adapters=slots))
+    left = set()
+    for index, (adapter, prompt, answer) in enumerate(mix):
+        scheduler.add(request(str(index), adapter, prompt, answer))
+        left.add(str(index))
+    running = len(left)
+    rounds = math.ceil(7 / slots)  # adapters of the mix, and the hot one
+    most = rounds * TURN_STEPS * sum(1 + prompt // 4 + answer for _, prompt, answer in mix)
+    last_step = dict.fromkeys(left, 0)
+    for step in range(most):
+        if running < 16:
+            scheduler.add(request(f"hot {step}", hot, 8, 20))
+            running += 1
+        planned = scheduler.plan()
+        assert planned is not None
+        results = [ChunkResult([Token(1)] if chunk.samples else []) for chunk in planned.chunks]
+        decodes = {chunk.key.request_id for chunk in planned.chunks if chunk.follows}
+        for name in decodes & left:
+            # Nothing but the turns of other adapters comes between two tokens.
+            assert step - last_step[name] <= rounds * TURN_STEPS
+        last_step |= {chunk.key.request_id: step for chunk in planned.chunks}
+        scheduler.apply(planned, StepResult(results, 0.01))
+        for event in scheduler.take_events():
+            if isinstance(event, Sampled) and event.reason is not None:
+                left.discard(event.key.request_id)
+                running -= 1
+        if not left:
+            return
+    raise AssertionError(f"{left} did not end within {most} steps")
 
 
 PROMPTS = [[(7 * index * index + 3 * own) % 97 for index in range(30)] for own in range(4)]

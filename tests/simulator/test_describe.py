@@ -66,6 +66,7 @@ def result(**more: object) -> Result:
         device_seconds=540.0,
         cost=3.0,
         preemptions=0,
+        adapter_loads=0,
         busy={},
         **values,  # type: ignore[arg-type]
     )

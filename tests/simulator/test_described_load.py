@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,18 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, problem: str) -> None
     path.write_text(text)
     with pytest.raises(ConfigError, match=problem):
         read_load(path)
+
+
+def test_adapters_follow_zipf_and_have_blocks_of_their_own() -> None:
+    kind = {"prompt": 20, "answer": 5, "prefix": {"tokens": 32, "kinds": 2}, "adapters": {"count": 10, "zipf": 1.0}}
+    load = DescribedLoad.model_validate({"seconds": 2000, "arrivals": {"rate": 2.0}, "requests": [kind]})
+    requests = list(load.trace())
+    counts = Counter(request.adapter for request in requests)
+    assert set(counts) == set(range(1, 11))
+    assert counts[1] / counts[2] == pytest.approx(2, rel=0.3)
+    assert counts[1] / counts[10] == pytest.approx(10, rel=0.5)
+    adapters_of = defaultdict[int, set[int]](set)
+    for request in requests:
+        adapters_of[request.blocks[0]].add(request.adapter)
+    assert len(adapters_of) == 20
+    assert all(len(own) == 1 for own in adapters_of.values())

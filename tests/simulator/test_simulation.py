@@ -18,6 +18,7 @@ from paceline.core.planner.objectives import Latency, Objectives, RoleLimits
 from paceline.core.planner.planner import Planner
 from paceline.core.request_classes import BACKGROUND, NO_CLASSES, RequestClass
 from paceline.core.step_times import Curve, Delay
+from paceline.simulator.adapters import AdapterOptions
 from paceline.simulator.answers import on_disaggregation
 from paceline.simulator.gateway import GatewayOptions
 from paceline.simulator.result import Result
@@ -47,6 +48,34 @@ def test_a_prefix_is_cached_after_the_first_request() -> None:
     assert only.hit_rate == pytest.approx(48 / 140)
     assert only.ttft.p50 == pytest.approx(0.070)
     assert only.ttft.mean == pytest.approx((0.070 + 0.022) / 2)
+
+
+def test_a_missing_adapter_is_read_first() -> None:
+    options = AdapterOptions(max_cpu_loras=1, seconds=0.5)
+    requests = [TraceRequest(float(2 * number), 40, 2, adapter=adapter) for number, adapter in enumerate((7, 7, 8, 0))]
+    _, result = run(requests, adapters=options)
+    (only,) = result.classes.values()
+    # The decode worker reads it before it admits, and then the prefill worker.
+    assert only.ttft.mean == pytest.approx((1.040 + 0.040 + 1.040 + 0.040) / 4)
+    assert result.adapter_loads == 4
+
+
+def test_requests_wait_for_a_worker_with_a_place_for_their_adapter() -> None:
+    options = AdapterOptions(max_cpu_loras=1, seconds=0.0)
+    _, result = run([TraceRequest(0.0, 10, 100, adapter=1), TraceRequest(0.1, 10, 2, adapter=2)], adapters=options)
+    (only,) = result.classes.values()
+    assert only.requests == 2
+    assert only.refused == 0
+    assert only.ttft.p99 > 0.9  # after the first one has ended
+
+
+def test_requests_go_to_workers_that_have_their_adapter() -> None:
+    requests = [TraceRequest(0.5 * number, 40, 2, adapter=1 + number % 4) for number in range(40)]
+    for most in (4, 1):
+        options = AdapterOptions(max_cpu_loras=most, seconds=0.2)
+        _, result = run(requests, prefill=4, decode=4, adapters=options)
+        # Each role needs four readings. Without regard to adapters, there are about 80 if only one fits.
+        assert 8 <= result.adapter_loads <= 12
 
 
 def test_requests_are_spread_over_workers_between_heartbeats() -> None:
@@ -220,6 +249,7 @@ requests_of = st.lists(
         st.integers(1, 80),
         st.lists(st.integers(0, 3), max_size=18).map(lambda parts: tuple(_chain(parts))),
         st.sampled_from(["", "batch"]),
+        adapter=st.sampled_from([0, 0, 1, 2, 3]),
     ),
     min_size=1,
     max_size=30,
@@ -238,6 +268,7 @@ scenarios = st.builds(
     prefill=st.integers(0, 3),
     decode=st.integers(1, 3),
     is_aggregated=st.booleans(),
+    adapters=st.sampled_from([AdapterOptions(), AdapterOptions(max_cpu_loras=1, seconds=0.3)]),
     workers_per_host=st.sampled_from([1, 2, 8]),
     host_tokens=st.sampled_from([600, 2000, 0]),
     cache_policy=st.sampled_from(["lru", "adaptive"]),

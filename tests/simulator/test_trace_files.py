@@ -26,6 +26,7 @@ def test_a_gateways_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
         "class": "chat",
         "key": 9,
         "priority": -1,
+        "adapter": 12,
         "session": 7,
         "hash_ids": [1, 2, 3, 2**64 - 1],
     }
@@ -36,7 +37,7 @@ def test_a_gateways_trace_is_sorted_and_begins_at_zero(tmp_path: Path) -> None:
     assert trace.block_tokens == 16
     assert (first.arrival, first.prompt_tokens, first.answer_tokens, list(first.blocks)) == (0.0, 40, 24, [1, 2, 9, 8])
     assert (second.arrival, second.group, second.session) == (1.0, "chat", "7")
-    assert (second.owner, second.priority) == ("9", -1)
+    assert (second.owner, second.priority, second.adapter) == ("9", -1, 12)
     assert list(second.blocks)[-1] == 2**64 - 1
 
 

@@ -122,7 +122,8 @@ def _read_key(key: str) -> tuple[str, str]:
 def _check_tensor(key: str, tensor: Tensor, dimensions: int) -> None:
     if tensor.dim() != dimensions:
         raise ModelError(f"{TENSORS_FILE}: {key:.200} has the shape {list(tensor.shape)}")
-    if not tensor.isfinite().all():
+    least, most = tensor.aminmax()  # `isfinite` would take half of the time to read an adapter
+    if not (math.isfinite(least) and math.isfinite(most)):
         raise ModelError(f"{TENSORS_FILE}: {key:.200} has NaN or infinity")
 
 

@@ -27,6 +27,7 @@ from paceline.core.numerics import Numerics
 from paceline.proto import fleet_pb2 as pb
 from paceline.proto.fleet_pb2 import (
     AdapterChange,
+    AdapterReport,
     HostReport,
     KeyUse,
     LoadReport,
@@ -107,6 +108,8 @@ class Member:
     """Release of the member; "" for earlier releases, which do not name it."""
     adapters: Sequence[AdapterChange] = ()
     """Changes of the names of adapters; set by gateways only."""
+    lora: AdapterReport = dataclasses.field(default_factory=AdapterReport)
+    """Adapters in a worker's memory; set by workers that take adapters only."""
     beats: bool = True
     """Whether the member writes beats. Members of earlier releases write none."""
 

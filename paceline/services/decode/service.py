@@ -67,8 +67,9 @@ class DecodeService(worker_pb2_grpc.DecodeServicer):
             work, number, outbox = command.admit, command.recipient.attempt, self.outboxes.of(command.recipient)
             carrier = carrier_of(context.invocation_metadata())
             with request_span("decode", work.key.request_id, carrier):
+                left = context.time_remaining()
                 # Mapped within the span, so that the log line of an unexpected error has the ids of the request.
-                async with mapped_errors(context), self._worker.admit(work, "decode"):
+                async with mapped_errors(context), self._worker.admit(work, "decode", left):
                     self._worker.check(work)
                     events = AttemptStream(outbox, number, lambda: self._worker.goes_on)
                     async with outbox.member(number, events.put), self._worker.intake.compiling(work) as compiled:

@@ -11,7 +11,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.loading import LoadedEncoders, load_encoders_alone
 from paceline.proto import common_pb2
-from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
 from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.bare_engine import BareEngine
 from paceline.services.worker.encoder import WorkerEncoder
@@ -82,6 +82,10 @@ class EncodeWorker:
         waiting = self.encoding.encoder.waiting
         # Work that was abandoned just now may still wait, although its call has ended.
         return LoadReport(running=max(0, self.admission.active - waiting), waiting=waiting)
+
+    def lora(self) -> AdapterReport:
+        """Return the report about adapters, which is empty, because the worker takes none."""
+        return AdapterReport()
 
     def work(self) -> WorkReport:
         """Return the report for the planner. It has only `shares_cores`, because encode workers have no steps and no

@@ -52,6 +52,7 @@ from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.notices import PlacementLog
 from paceline.services.gateway.sequences.patience import life_seconds
 from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.telemetry.adapter_use import AdapterUse
 from paceline.services.gateway.telemetry.feed import Feed
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
 from paceline.services.gateway.telemetry.metrics import Metrics
@@ -116,7 +117,6 @@ class ModelFleet:
         self._seal = Seal(shared.credentials.secret)
         self._draining = False
         self.metrics = Metrics(self.name, shared.classes)
-        shared.metrics.add(self.name, self.metrics.registry)
         self.fleet = Fleet(
             shared.redis,
             config.cluster,
@@ -142,11 +142,13 @@ class ModelFleet:
             observe_search=self.metrics.search.observe,
         )
         self.metrics.read_from(self.fleet.workers, self.runner)
+        self.adapter_use = AdapterUse(self.adapters, self.runner.traffic, self.fleet.workers)
+        shared.metrics.add(self.name, self.metrics.registry, self.adapter_use.names)
         self.media_preparer = MediaPreparer(config, read_processor(Path(config.model)), shared.media)
         self.recorder = _recorder(config, shared.credentials.secret, self._prefixes)
         """None if no trace is recorded."""
         about = {"model": self.name, "media": sorted(self.media_preparer.kinds)}
-        self.console = Feed(self.metrics.history, self.fleet, self.runner, about)
+        self.console = Feed(self.metrics.history, self.fleet, self.runner, self.adapter_use, about)
 
     def _follow_fleet(self) -> None:
         for gateway in self.fleet.gateways:

@@ -11,7 +11,7 @@ from paceline.core.metrics import Sample
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.models.pooling.model import PoolingModel, TextRow
 from paceline.proto import common_pb2, worker_pb2
-from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
 from paceline.services.common.pool_wire import wish_from_pb
 from paceline.services.common.wire import load_to_pb
 from paceline.services.pool.pool_calls import PoolCall, StepPlanner
@@ -99,6 +99,10 @@ class PoolWorker:
             queued_tokens=self.steps.waiting_tokens,
             prefill_tokens_per_second=self.steps.tokens_per_second,
         )
+
+    def lora(self) -> AdapterReport:
+        """Return the report about adapters, which is empty, because the worker takes none."""
+        return AdapterReport()
 
     def work(self) -> WorkReport:
         """Return the report for the planner."""

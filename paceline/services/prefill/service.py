@@ -41,7 +41,8 @@ class PrefillService(worker_pb2_grpc.PrefillServicer):
         work = request.work
         carrier = carrier_of(context.invocation_metadata())
         with request_span("prefill", work.key.request_id, carrier):
-            async with mapped_errors(context), self._worker.admit(work, "prefill"):
+            left = context.time_remaining()
+            async with mapped_errors(context), self._worker.admit(work, "prefill", left):
                 self._worker.check(work)
                 async with self._worker.intake.compiling(work) as compiled:
                     await self._prefill(request, compiled, context)

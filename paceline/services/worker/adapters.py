@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.adapters import DIGEST_BYTES
+from paceline.core.adapters import DIGEST_BYTES, short_digest
 from paceline.core.errors import BusyError, InvalidRequestError, ModelError, UnavailableError
 from paceline.core.machine import yield_to_others
 from paceline.core.metrics import Family, Sample
 from paceline.models.adapters.loading import LoadedAdapter
 from paceline.models.adapters.model_adapters import ModelAdapters
 from paceline.proto import common_pb2 as pb
+from paceline.proto.fleet_pb2 import AdapterReport
+from paceline.services.worker.adapter_times import AdapterTimes
 
 ADAPTERS = Family("lora_adapters", "Adapters in a worker's memory", "gauge")
-LOADS = Family("lora_loads", "Adapters that a worker has read into memory")
+EVICTIONS = Family("lora_evictions", "Adapters that made room for others in a worker's memory")
+
+ANSWER_SECONDS = 5.0
+"""Longest time for which a request waits here for its adapter, in seconds. A worker that is silent for twice as long
+counts as failed. The reading goes on, and a later attempt finds the adapter."""
+MOST_REPORTED = 512
+"""Largest number of adapters in a report. Those that were used longest ago are left out."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +37,11 @@ class _Held:
     loaded: asyncio.Future[LoadedAdapter]
     requests: int = 0
     """Number of requests that need it."""
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether it may make room. An adapter that is being read stays, because its request may come again."""
+        return not self.requests and self.loaded.done()
 
 
 class AdapterStore:
@@ -44,7 +58,8 @@ class AdapterStore:
         self._held: dict[bytes, _Held] = {}  # the adapter that was used longest ago comes first
         # Running requests have the cores first.
         self._thread = ThreadPoolExecutor(1, "adapters", yield_to_others)
-        self._loads = 0
+        self._times = AdapterTimes()
+        self._evictions = 0
 
     @property
     def slots(self) -> int:
@@ -58,22 +73,25 @@ class AdapterStore:
             self._adapters.read(Path(folder).expanduser())
 
     @contextlib.asynccontextmanager
-    async def holding(self, work: pb.Work) -> AsyncIterator[None]:
+    async def holding(self, work: pb.Work, seconds: float | None = None) -> AsyncIterator[None]:
         """Keep the adapter of a request in memory for the body of a `with` statement.
 
+        Args:
+            seconds: time left until the request's deadline, in seconds; None if it has none.
+
         Raises:
-            BusyError: running requests need as many other adapters as the worker may have in memory.
+            BusyError: running requests need as many other adapters as the worker may have in memory, or the adapter
+                cannot be read in time.
             InvalidRequestError: the adapter cannot be served, or has no digest.
             UnavailableError: the worker takes no adapters.
         """
         if not work.HasField("adapter"):
             yield
             return
-        held = self._find(work.adapter)
+        held = self._find(work.adapter, seconds)
         held.requests += 1
         try:
-            # Other requests may wait for the same adapter.
-            await asyncio.shield(held.loaded)
+            await _arrived(held, seconds)
             yield
         finally:
             held.requests -= 1
@@ -82,7 +100,7 @@ class AdapterStore:
         """Return the adapter of a request, which `holding` keeps; None if the request has none."""
         return self._held[work.adapter.digest].loaded.result() if work.HasField("adapter") else None
 
-    def _find(self, wanted: pb.Adapter) -> _Held:
+    def _find(self, wanted: pb.Adapter, seconds: float | None) -> _Held:
         """Return the adapter that a request wants. If it is not in memory, begin to read it."""
         if self._adapters is None:
             raise UnavailableError("this worker takes no adapters, because it was started without --enable-lora")
@@ -91,6 +109,10 @@ class AdapterStore:
             raise InvalidRequestError(f"the digest of an adapter has {DIGEST_BYTES} bytes", "model")
         held = self._held.pop(digest, None)
         if held is None:
+            needed = self._miss_seconds
+            if seconds is not None and needed > seconds:
+                time_left = f"the request ends in {seconds:.1f} s"
+                raise BusyError(f"this worker takes about {needed:.1f} s to read the adapter, and {time_left}")
             self._make_room()
             loading = asyncio.ensure_future(self._read(self._adapters, wanted))
             held = _Held(loading)
@@ -101,20 +123,21 @@ class AdapterStore:
     def _make_room(self) -> None:
         if len(self._held) < self._most:
             return
-        unused = next((digest for digest, held in self._held.items() if not held.requests), None)
+        unused = next((digest for digest, held in self._held.items() if held.is_unused), None)
         if unused is None:
             raise BusyError(
                 f"running requests need all {self._most} adapters that this worker may have in memory (--max-cpu-loras)"
             )
         del self._held[unused]
+        self._evictions += 1
 
     async def _read(self, adapters: ModelAdapters, wanted: pb.Adapter) -> LoadedAdapter:
         loop = asyncio.get_running_loop()
         try:
-            found = await loop.run_in_executor(self._thread, adapters.read, Path(wanted.folder), wanted.digest)
+            found, seconds = await loop.run_in_executor(self._thread, _timed_read, adapters, wanted)
         except ModelError as error:
             raise InvalidRequestError(f"{wanted.name}: {error}", "model") from error
-        self._loads += 1
+        self._times.note(seconds)
         return found
 
     def _drop_failed(self, digest: bytes, held: _Held) -> None:
@@ -122,8 +145,38 @@ class AdapterStore:
         if failed and self._held.get(digest) is held:
             del self._held[digest]
 
+    @property
+    def _miss_seconds(self) -> float:
+        """Expected time until a further adapter is in memory, in seconds: one is read after the other."""
+        return self._times.expected * (1 + sum(not held.loaded.done() for held in self._held.values()))
+
+    def report(self) -> AdapterReport:
+        """Return the adapters in memory, by which gateways place requests. The report changes seldom."""
+        if self._adapters is None:
+            return AdapterReport()
+        newest = list(self._held)[-MOST_REPORTED:]
+        return AdapterReport(
+            digests=sorted(map(short_digest, newest)), miss_seconds=self._miss_seconds, slots=self._adapters.slots
+        )
+
     def samples(self) -> Iterator[Sample]:
         """Yield the figures for metrics."""
         if self._adapters is not None:
             yield Sample("lora_adapters", len(self._held), ADAPTERS)
-            yield Sample("lora_loads", self._loads, LOADS)
+            yield Sample("lora_evictions", self._evictions, EVICTIONS)
+            yield from self._times.samples()
+
+
+def _timed_read(adapters: ModelAdapters, wanted: pb.Adapter) -> tuple[LoadedAdapter, float]:
+    """Read an adapter. Return it with the time that this took, in seconds. Raises ModelError."""
+    began = time.monotonic()
+    return adapters.read(Path(wanted.folder), wanted.digest), time.monotonic() - began
+
+
+async def _arrived(held: _Held, seconds: float | None) -> None:
+    """Wait until an adapter is in memory. Raises BusyError if this takes too long, and the errors of the reading."""
+    try:
+        async with asyncio.timeout(ANSWER_SECONDS if seconds is None else min(seconds, ANSWER_SECONDS)):
+            await asyncio.shield(held.loaded)  # other requests may wait for the same adapter
+    except TimeoutError:
+        raise BusyError("this worker still reads the adapter; other adapters came first, or it is large") from None

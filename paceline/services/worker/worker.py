@@ -23,7 +23,7 @@ from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event
 from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
-from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
 from paceline.services.common.registry import Role
 from paceline.services.common.wire import key_from_pb, load_to_pb, work_model
 from paceline.services.worker.adapters import AdapterStore
@@ -180,6 +180,10 @@ class Worker:
             prefill_tokens_per_second=self.engine.stats.prefill_tokens_per_second,
         )
 
+    def lora(self) -> AdapterReport:
+        """Return the report about adapters in memory, by which gateways place requests."""
+        return self.adapters.report()
+
     def work(self) -> WorkReport:
         """Return the report for the planner: KV pressure, computed tokens and recent step times."""
         counts = self._pool.counts()
@@ -216,7 +220,9 @@ class Worker:
         """
         return self.engine.step_seconds < ALIVE_SECONDS
 
-    def admit(self, work: pb.Work, role: Role | None = None) -> AbstractAsyncContextManager[None]:
+    def admit(
+        self, work: pb.Work, role: Role | None = None, seconds: float | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Count work as running, with its adapter in memory, for the body of a `with` statement. Raises the errors of
         `WorkerAdmission` and `AdapterStore.holding`.
 
@@ -224,17 +230,18 @@ class Worker:
 
         Args:
             role: the role that the worker needs for this work; None if the worker may have any role but standby.
+            seconds: time left until the deadline of the call, in seconds; None if it has none.
 
         Also raises DrainingError if the worker has another role, or another epoch than the sender knows.
         """
         self.role.check(work.worker_epoch, role)
         if work.kind == pb.WORK_KIND_ENCODE:
             return self.admission.join(continues=self.media.get(key_from_pb(work.key)) is not None)
-        return self._admit(work)
+        return self._admit(work, seconds)
 
     @contextlib.asynccontextmanager
-    async def _admit(self, work: pb.Work) -> AsyncIterator[None]:
-        async with self.admission.admit(work.background), self.adapters.holding(work):
+    async def _admit(self, work: pb.Work, seconds: float | None) -> AsyncIterator[None]:
+        async with self.admission.admit(work.background), self.adapters.holding(work, seconds):
             yield
 
     async def load_for(self, role: Role) -> None:

@@ -25,7 +25,7 @@ from paceline.core.model_folder import read_model_files
 from paceline.core.numerics import Numerics
 from paceline.engine.engine import Engine
 from paceline.models.files.folder_lease import lease_model
-from paceline.proto.fleet_pb2 import LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
 from paceline.services.common.credentials import read_credentials
 from paceline.services.common.lifecycle import (
     announce_ready,
@@ -72,6 +72,9 @@ class AnyWorker(Protocol):
 
     def load(self) -> LoadReport:
         """Return the worker's load, by which gateways place requests."""
+
+    def lora(self) -> AdapterReport:
+        """Return the report about adapters in memory, by which gateways place requests."""
 
     def work(self) -> WorkReport:
         """Return the report for the planner, without the times of the process."""
@@ -303,6 +306,7 @@ class WorkerProcess(Generic[W]):
             max_model_len=worker.max_model_len,
             events=self.socket if self._role.name == "decode" else "",
             load=worker.load(),
+            lora=worker.lora(),
             work=work,
             metrics=metrics_to_pb([*worker.samples(), *self._process_samples]),
         )

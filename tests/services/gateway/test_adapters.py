@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +11,17 @@ import httpx
 import pytest
 import torch
 
-from paceline.core.adapters import Adapter, read_adapter
+from paceline.core.adapters import Adapter, read_adapter, short_digest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
+from paceline.proto.fleet_pb2 import AdapterReport
 from paceline.services.gateway.api.resume import answer_digest
 from paceline.services.gateway.gateway import Gateway, load_models
 from paceline.services.gateway.planning.schemas import CompletionRequest
+from paceline.trace import render
 from tests.adapters import write_files
 from tests.services.gateway.api.batches.conftest import ended, line, submit
-from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_plans import toy_sequence
 
 
@@ -149,3 +153,45 @@ async def test_two_names_that_are_the_same_are_refused(toy_model: Path, tmp_path
     config = GatewayConfig(**named, enable_lora=True, lora_modules=modules)
     with pytest.raises(ConfigError, match="name of another model"):
         Gateway(config, load_models(config))
+
+
+async def test_requests_go_to_workers_that_have_the_adapter(adapted: Stack, tmp_path: Path) -> None:
+    own = read_adapter("sql", str(tmp_path / "one"))
+    having = await adapted.add("decode", "decode-1")
+    having.lora = AdapterReport(digests=[short_digest(own.digest)], miss_seconds=1.0, slots=4)
+    await eventually(partial(is_in_memory, adapted, ["decode-1"]))
+    for _ in range(3):
+        assert (await complete(adapted, "sql")).status_code == 200
+    assert [call.work.adapter.name for call in having.calls] == 3 * ["sql"]
+
+
+async def is_in_memory(stack: Stack, workers: list[str]) -> bool:
+    told = (await stack.http.get("/fleet")).json()["adapters"]
+    return any(each["workers"] == workers for each in told)
+
+
+async def test_the_use_of_adapters_is_told(start_stack: StartStack, tmp_path: Path) -> None:
+    modules = ",".join(f"{name}={write(tmp_path / name, alpha)}" for alpha, name in enumerate(("sql", "chat"), 1))
+    stack = await start_stack(enable_lora=True, lora_modules=modules, vllm_metric_names=True)
+    worker = stack.workers["decode-0"]
+    worker.lora = AdapterReport(slots=4)
+    worker.pause_after = 1
+    running = asyncio.create_task(complete(stack, "sql"))
+
+    async def is_running() -> bool:
+        text = (await stack.http.get("/metrics")).text
+        labels = '{max_lora="4",running_lora_adapters="sql",waiting_lora_adapters=""}'
+        found = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info")]
+        return len(found) == 1 and labels in found[0] and float(found[0].split()[-1]) > 1e9
+
+    await eventually(is_running)
+    (name,) = {each["model_name"] for each in (await stack.http.get("/fleet")).json()["adapters"]}
+    assert name == await base(stack)
+    told = [(each["name"], each["running"]) for each in (await stack.http.get("/fleet")).json()["adapters"]]
+    assert told == [("sql", 1), ("chat", 0)]
+    worker.resume.set()
+    answer = await running
+    trace = (await stack.http.get(f"/trace/{answer.json()['id']}")).json()
+    digest = read_adapter("sql", str(tmp_path / "sql")).digest.hex()
+    assert trace["asked"]["adapter"] == {"name": "sql", "digest": digest}
+    assert f"adapter sql ({digest[:16]})" in "\n".join(render(trace))

@@ -17,7 +17,7 @@ from paceline.core.numerics import Numerics
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from paceline.proto.fleet_pb2 import HostReport, LoadReport
+from paceline.proto.fleet_pb2 import AdapterReport, HostReport, LoadReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
@@ -94,6 +94,7 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         self.pretends_to_cache = []  # a request finds 16 cached tokens, whatever this list says
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
         self.host_report = HostReport()
+        self.lora = AdapterReport()
         self._rpc = RpcServer("127.0.0.1", port, credentials, worker_id)
         self._registrar: Registrar | None = None
         self._secret = credentials.secret
@@ -173,6 +174,7 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
             files=self.files,
             load=LoadReport(running=self.active),
             host=self._host_report(),
+            lora=self.lora,
             metrics=metrics_to_pb(self.samples),
         )
 

@@ -11,9 +11,9 @@ import grpc.aio
 import pytest
 import transformers
 
-from paceline.core.adapters import Adapter, read_adapter
+from paceline.core.adapters import Adapter, read_adapter, short_digest
 from paceline.core.config import WorkerConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import BusyError, PacelineError
 from paceline.proto import common_pb2
 from paceline.services.common.wire import adapter_to_pb, work_model
 from paceline.services.text_worker import add_services
@@ -140,7 +140,35 @@ async def test_adapters_that_running_requests_need_stay_in_memory(
                 assert first is not None
                 assert first.digest == adapters[0].digest
         figures = {sample.figure: sample.value for sample in store.samples()}
-        assert figures == {"lora_adapters": 2, "lora_loads": 3}
+        assert figures.pop("lora_load_seconds") > 0
+        assert figures == {"lora_adapters": 2, "lora_loads": 3, "lora_evictions": 1}
+        report = store.report()
+        assert list(report.digests) == sorted(short_digest(adapters[index].digest) for index in (0, 2))
+        assert report.slots == 1
+        assert report.miss_seconds > 0
+
+
+async def test_adapters_that_cannot_be_read_in_time_are_left_to_other_workers(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel
+) -> None:
+    first, second = (common_pb2.Work(adapter=adapter_to_pb(adapter(tmp_path, reference, seed))) for seed in range(2))
+    async with start_host(tmp_path / "model", **OPTIONS, max_loras=1, max_cpu_loras=1) as host:
+        store = host.decode.worker.adapters
+        # Nobody knows yet how long it takes, so the reading begins.
+        with pytest.raises(BusyError, match="still reads"):
+            async with store.holding(first, seconds=0.0):
+                pass
+        # Until it has been read, it makes no room for others: its request comes again.
+        with pytest.raises(BusyError, match="all 1 adapters"):
+            async with store.holding(second):
+                pass
+        async with store.holding(first):
+            needed = store.report().miss_seconds
+        with pytest.raises(BusyError, match="and the request ends in"):
+            async with store.holding(second, seconds=needed / 2):
+                pass
+        async with store.holding(first, seconds=needed / 2):
+            assert {each.figure: each.value for each in store.samples()}["lora_loads"] == 1
 
 
 async def test_requests_wait_together_for_one_reading(

@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 
+from paceline.core.adapters import Adapter
 from paceline.core.errors import UnavailableError
 from paceline.core.telemetry import request_span
 from paceline.services.common.tasks import own_cancellation
@@ -210,7 +211,7 @@ class Generation:
                 trace.end_attempt(choice.outcome, choice.why)
                 model.metrics.observe(trace, choice.tokens, choice.outcome, background=self.plan.background)
                 span.add_event("end", {"outcome": choice.outcome})
-                _log(trace, choice, self._request_trace.model)
+                _log(trace, choice, self._request_trace.model, self.plan.adapter)
                 if model.recorder is not None and sequence is not None:
                     model.recorder.record(sequence, self._request_trace.arrived, self.plan.session_id, choice.outcome)
                 trace.end(choice.outcome, choice.why, choice.tokens)
@@ -225,7 +226,7 @@ class _TextEndedError(Exception):
     """A choice ended for a reason that the worker does not know, so its attempt must be ended."""
 
 
-def _log(trace: SequenceTrace, choice: Choice, model: str) -> None:
+def _log(trace: SequenceTrace, choice: Choice, model: str, adapter: Adapter | None) -> None:
     seconds = time.monotonic() - trace.arrived
     times = trace.token_times
     first = times[0] - trace.arrived if times else None
@@ -239,6 +240,7 @@ def _log(trace: SequenceTrace, choice: Choice, model: str) -> None:
         choice.tokens,
         extra={
             "model": model,
+            "adapter_digest": None if adapter is None else adapter.digest.hex(),
             "outcome": choice.outcome,
             "seconds": round(seconds, 6),
             "queue_seconds": None if trace.admitted is None else round(trace.admitted - trace.arrived, 6),

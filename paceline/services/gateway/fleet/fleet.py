@@ -203,15 +203,16 @@ class Fleet:
         return self._failed_links.now()
 
     @contextlib.contextmanager
-    def call(self, worker: RemoteWorker, tokens: int = 0) -> Iterator[Callable[[], None]]:
+    def call(self, worker: RemoteWorker, tokens: int = 0, adapter: int = 0) -> Iterator[Callable[[], None]]:
         """Count a call, and keep the worker's channel open until the call ends, even if the member is dropped before.
 
         Yields a function to call when the worker has computed the tokens. The end of the call has the same effect.
 
         Args:
             tokens: the number of prompt tokens that the worker has to compute.
+            adapter: the request's adapter, as `core.adapters.short_digest`; 0 for the model alone.
         """
-        worker.begin_call(tokens)
+        worker.begin_call(tokens, adapter)
         with contextlib.ExitStack() as ending:
             ending.callback(self._close_when_idle, worker)
             ending.callback(worker.end_call)

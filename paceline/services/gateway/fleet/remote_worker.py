@@ -18,6 +18,7 @@ from paceline.services.common.registry import HEARTBEAT_SECONDS, Member
 from paceline.services.common.rpc import open_channel
 from paceline.services.common.wire_version import OURS
 from paceline.services.gateway.fleet.event_feed import EventFeed
+from paceline.services.gateway.fleet.known_adapters import KnownAdapters
 from paceline.services.gateway.routing.candidates import Candidate
 
 FIGURES_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -86,6 +87,7 @@ class WorkerCalls:
         self._in_flight_at_updates = (0, 0)
         """Values of `_tokens_in_flight` at the same two updates."""
         self._recent = DecayingSum(RECENT_SECONDS)
+        self._adapters = KnownAdapters(member.lora.digests)
         self._current_at = clock()
         """Instant at which the member's figures were last known to be current."""
         self._is_current = True
@@ -115,6 +117,7 @@ class WorkerCalls:
             prompts=tuple(self._prompts.elements()),
             fetch_tokens_per_second=fetch_tokens_per_second,
             encodings=self.encodings,
+            adapters=self._adapters.now,
         )
 
     def _own_load(self) -> LoadReport:
@@ -136,6 +139,7 @@ class WorkerCalls:
         self.member = member
         self._in_flight_at_updates = (self._in_flight_at_updates[1], self._tokens_in_flight)
         self._begun_at_updates = (self._begun_at_updates[1], self._begun)
+        self._adapters.update(member.lora.digests)
         self._on_change()
 
     def note_current(self) -> None:
@@ -155,8 +159,15 @@ class WorkerCalls:
         self.member = dataclasses.replace(self.member, state="draining")
         self._on_change()
 
-    def begin_call(self, tokens: int) -> None:
+    def begin_call(self, tokens: int, adapter: int = 0) -> None:
+        """Count a call.
+
+        Args:
+            tokens: number of prompt tokens that the worker has to compute.
+            adapter: the request's adapter, as `core.adapters.short_digest`; 0 for the model alone.
+        """
         self.in_flight += 1
+        self._adapters.send(adapter)
         self._prompts[tokens] += 1
         self._tokens_in_flight += tokens
         self._begun = Begun(self._begun.calls + 1, self._begun.tokens + tokens)

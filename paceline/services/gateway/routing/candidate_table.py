@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.services.gateway.routing.candidates import Candidate, Need, Snapshot
-from paceline.services.gateway.routing.nominee_search import Figures, Kind, NomineeSearch, WorkerClass, decayed
+from paceline.services.gateway.routing.figures import Figures, decayed
+from paceline.services.gateway.routing.nominee_search import Kind, NomineeSearch, WorkerClass
 from paceline.services.gateway.routing.router import COMPUTING, FETCH_TOKENS_PER_SECOND, PREFILL_TOKENS_PER_SECOND
 
-_RANK, _AT, _COLUMNS = 0, 5, 10
-"""The rows of `rank` and `at` in the values of `Figures`, and the number of rows."""
+_RANK, _AT, _MISS, _COLUMNS = 0, 5, 10, 11
+"""The rows of `rank`, `at` and `miss` in the values of `Figures`, and the number of rows."""
 
 
 class KindColumns:
@@ -30,13 +31,19 @@ class KindColumns:
         self.candidates: list[Candidate] = []
         self._hosts = np.zeros(16, dtype=np.intp)
         self._values = np.zeros((_COLUMNS, 16))
+        self._adapter = 0
+        """The adapter for which the row of `miss` is right."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def figures(self) -> Figures:
-        """Return the figures of all workers. The arrays are views, which the next `put`, `drop` or `sort` changes."""
+    def figures(self, adapter: int = 0) -> Figures:
+        """Return the figures of all workers for a request with this adapter. The arrays are views, which the next
+        `put`, `drop` or `sort` changes."""
         count = len(self.ids)
+        if adapter != self._adapter:
+            self._adapter = adapter
+            self._values[_MISS, :count] = [each.miss_seconds(adapter) for each in self.candidates]
         return Figures(np.arange(count), self._hosts[:count], self._values[:, :count])
 
     def candidate(self, index: int, now: float, half_life: float) -> Candidate:
@@ -74,6 +81,7 @@ class KindColumns:
             candidate.load,
             member.load.running,
             candidate.fetch_tokens_per_second or FETCH_TOKENS_PER_SECOND,
+            candidate.miss_seconds(self._adapter),
         )
 
     def drop(self, index: int) -> str:
@@ -217,7 +225,7 @@ class CandidateTable(Snapshot):
         for kind, rows in self._kinds.items():
             if kind[0] != role or not need.may_go_on_with(kind[3]):
                 continue
-            every = rows.figures()
+            every = rows.figures(need.adapter)
             fits = every.longest >= need.context_tokens
             is_open = fits & (every.has_room > 0) if role == "prefill" else fits.copy()
             is_open[self._indices(kind, need.refused)] = False

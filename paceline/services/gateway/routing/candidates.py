@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from paceline.core.numerics import Numerics
 from paceline.services.common.registry import Member
 
+MISS_SECONDS = 0.1
+"""Assumed time in which a worker reads an adapter if it has not read one yet, in seconds."""
+
 Link = tuple[str, str]
 """Ids of two hosts: KV blocks are moved from the first host to the second host."""
 
@@ -47,6 +50,9 @@ class Need:
     """A decode worker computes this prompt, although a prefill worker could, only if at most this many uncached prompt
     tokens then wait on the decode worker, this prompt included. 0 sends all prompts to prefill workers."""
 
+    adapter: int = 0
+    """The request's adapter, as `core.adapters.short_digest`; 0 for the model alone."""
+
     def may_go_on_with(self, weights: str) -> bool:
         """Return whether a worker with these weights may run the request. True if either weights are unknown."""
         return not self.weights or not weights or weights == self.weights
@@ -72,6 +78,9 @@ class Candidate:
     """Number of uncached tokens of each prompt that this gateway has sent and that the worker has not computed yet."""
     encodings: int = 0
     """Number of encodings that this gateway has asked for and that are not complete."""
+    adapters: frozenset[int] = frozenset()
+    """Adapters that the worker has reported, and those of this gateway's calls since, as `core.adapters.short_digest`.
+    It is a hint and may be wrong."""
 
     @property
     def load(self) -> float:
@@ -104,6 +113,13 @@ class Candidate:
         """
         longer = sum(tokens for tokens in self.prompts if tokens > prompt_tokens)
         return max(min(sum(self.prompts) - longer, self.queued_tokens), self.queued_tokens - longer)
+
+    def miss_seconds(self, adapter: int) -> float:
+        """Return the expected time until the worker has an adapter in memory, in seconds; 0 if it has it already, or
+        for the model alone (0)."""
+        if not adapter or adapter in self.adapters:
+            return 0.0
+        return self.member.lora.miss_seconds or MISS_SECONDS
 
     @property
     def tokens_per_second(self) -> float:

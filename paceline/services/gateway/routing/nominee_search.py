@@ -2,14 +2,16 @@
 
 The cost of a way is a sum. With v = a prefill worker and perhaps a host to fetch from, and d = a decode worker:
 
-    near (one host)    ready(v) + compute(v)                + handoff + load(d)        ready = queue + fetch
-    far (two hosts)    ready(v) + max(compute(v), move(d))  + handoff + load(d) + link
+    near (one host)    ready(v) + compute(v)                + handoff + admission(d)
+    far (two hosts)    ready(v) + max(compute(v), move(d))  + handoff + admission(d) + link
+
+with ready = queue + fetch + adapter, and admission = load + adapter.
 
 So a worker cannot be chosen if another worker of its kind is no worse in each term, and precedes it in order if all
 terms are equal. The candidates that remain are the best pair on one host, the best decode worker that computes the
 prompt itself, and for two hosts the Pareto front of prefill workers by (ready, compute) and that of decode workers by
-(load, move). Floating-point addition is monotonic, so the search is exact: `place` returns the same placement from the
-nominees as from all workers. A property test checks this.
+(admission, move). Floating-point addition is monotonic, so the search is exact: `place` returns the same placement from
+the nominees as from all workers. A property test checks this.
 
 Each operation here is on all workers of a class at once. Having few operations matters more than having cheap ones:
 with a thousand workers, numpy's cost for a call is as large as the computation.
@@ -23,59 +25,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.numerics import Numerics
 from paceline.services.gateway.routing.candidates import Need
+from paceline.services.gateway.routing.figures import Figures, Floats, Indices, decayed
 from paceline.services.gateway.routing.router import HANDOFF_SECONDS, LATELY, LINK_SECONDS, LOAD_SECONDS
-
-Floats = NDArray[np.float64]
-Indices = NDArray[np.intp]
 
 Kind = tuple[str, str, Numerics | None, str]
 """Role, layout, numerics and weights of a worker. The choice between workers of one kind depends on costs only."""
-
-
-class Figures:
-    """The figures of some workers of a kind: an array for each figure, with one element for each worker.
-
-    Args:
-        index: positions of the workers among all workers of their kind.
-        host: numbers of the workers' hosts.
-        values: the other figures, [figure, worker], as `KindColumns.put` writes them.
-    """
-
-    def __init__(self, index: Indices, host: Indices, values: Floats) -> None:
-        self.index, self.host = index, host
-        self.rank: Floats
-        """Rank of each worker in the order of ids, which breaks ties."""
-        self.longest: Floats
-        """Longest context in tokens; -1 if the worker is not ready."""
-        self.has_room: Floats
-        self.queued: Floats
-        self.recent: Floats
-        self.at: Floats
-        """Instant for which the value in `recent` is right."""
-        self.speed: Floats
-        self.load: Floats
-        self.running: Floats
-        self.fetch: Floats
-        self._values = values
-        self.rank, self.longest, self.has_room, self.queued, self.recent = values[:5]
-        self.at, self.speed, self.load, self.running, self.fetch = values[5:]
-
-    def __len__(self) -> int:
-        return self.index.size
-
-    def take(self, which: Indices) -> Figures:
-        """Return the figures of some of these workers.
-
-        Args:
-            which: indices of workers in ascending order, without repetitions.
-        """
-        if which.size == self.index.size:
-            return self
-        return Figures(self.index[which], self.host[which], self._values[:, which])
 
 
 @dataclass(slots=True)
@@ -91,9 +48,9 @@ class WorkerClass:
     """Workers that can take the request now."""
 
 
-def decayed(tokens: float | Floats, age: float | Floats, half_life: float) -> Floats:
-    """Return the number of tokens that still count of `tokens` that were sent `age` seconds ago."""
-    return np.asarray(tokens * np.exp2(-age / half_life))
+def _admission(workers: Figures) -> Floats:
+    """Return the seconds that the load of decode workers and the missing adapter cost."""
+    return LOAD_SECONDS * workers.load + workers.miss
 
 
 _SLACK = 1e-9
@@ -116,6 +73,7 @@ class Computing(NamedTuple):
     total: Floats
     """Seconds until the worker has computed the prompt: `ready` + `compute`."""
     load: Floats
+    """Load of a prefill worker, or `Decoding.admission` of a decode worker."""
     rank: Floats
 
 
@@ -124,14 +82,15 @@ class Decoding(NamedTuple):
 
     worker: Indices
     host: Indices
-    load: Floats
+    admission: Floats
+    """Seconds that a worker's load and the missing adapter cost."""
     rank: Floats
     lacking: Floats
     """Number of prompt tokens that are not cached on the worker's host."""
     move: Floats
     """Seconds in which the worker's host fetches these tokens."""
-    least_load: Floats
-    """The smallest load of a worker on each host, indexed by the host's number; infinite for a host without workers."""
+    least_admission: Floats
+    """The smallest `admission` of a worker of each host, by the host's number; infinite without workers."""
 
 
 class NomineeSearch:
@@ -159,12 +118,16 @@ class NomineeSearch:
         """Return the ways in which workers of a class can compute the prompt: with the tokens cached on their own
         hosts, and, if another host has cached more, after they have fetched the prefix from there."""
         speed = np.where(workers.speed > 0, workers.speed, self._usual)
-        slower = 1 + workers.running if own.kind[0] == "decode" else 1.0  # each running request waits as long
+        is_decode = own.kind[0] == "decode"
+        slower = 1 + workers.running if is_decode else 1.0  # each running request waits as long
         recent = decayed(workers.recent, self._now - workers.at, self._half_life)
         ready = (workers.queued + LATELY * recent) / speed
+        if not is_decode:
+            ready += workers.miss
+        load = _admission(workers) if is_decode else workers.load
         here = self._cached[workers.host]
         compute = (self._need.prompt_tokens - here) / speed * slower
-        ways = [Computing(workers.index, workers.host, ready, compute, ready + compute, workers.load, workers.rank)]
+        ways = [Computing(workers.index, workers.host, ready, compute, ready + compute, load, workers.rank)]
         if tokens := self._fetchable(own):
             fetch = np.where(here < tokens, LINK_SECONDS + (tokens - here) / workers.fetch, np.inf)
             ready, compute = ready + fetch, (self._need.prompt_tokens - tokens) / speed * slower
@@ -174,17 +137,17 @@ class NomineeSearch:
     def decoding(self, workers: Figures) -> Decoding:
         """Return these workers with the terms of their costs as decode workers."""
         lacking = self._need.prompt_tokens - self._cached[workers.host]
-        least_load = np.full(self._cached.size, np.inf)
-        np.minimum.at(least_load, workers.host, workers.load)
+        admission, least = _admission(workers), np.full(self._cached.size, np.inf)
+        np.minimum.at(least, workers.host, admission)
         move = lacking / workers.fetch
-        return Decoding(workers.index, workers.host, workers.load, workers.rank, lacking, move, least_load)
+        return Decoding(workers.index, workers.host, admission, workers.rank, lacking, move, least)
 
     def pairs(self, computing: list[Computing], decoding: Decoding) -> Pair:
         """Return the prefill workers and the decode workers of all pairs that may be the cheapest."""
         ways, *fetching = computing
         if not ways.worker.size or not decoding.worker.size:
             return [], []
-        handoff = HANDOFF_SECONDS + LOAD_SECONDS * float(decoding.load.min())
+        handoff = HANDOFF_SECONDS + float(decoding.admission.min())
         near, seconds = _near(ways, decoding)
         for more in fetching:
             if more.total.min() + handoff <= seconds + _SLACK:
@@ -208,7 +171,7 @@ class NomineeSearch:
         if not len(workers):
             return []
         ways = Computing(*map(np.concatenate, zip(*self.computing(own, workers))))
-        seconds = ways.total + LOAD_SECONDS * ways.load
+        seconds = ways.total + ways.load
         return [int(ways.worker[_least(seconds, ways.total, ways.ready, ways.compute, ways.load, ways.rank)])]
 
     def _fetchable(self, own: WorkerClass) -> int:
@@ -224,17 +187,17 @@ class NomineeSearch:
 
 def _near(ways: Computing, decoding: Decoding) -> tuple[Pair, float]:
     """Return the cheapest pair of workers on the same host, and its cost in seconds, infinite if there is no pair."""
-    load = decoding.least_load[ways.host]
-    cost = ways.total + HANDOFF_SECONDS + LOAD_SECONDS * load
+    admission = decoding.least_admission[ways.host]
+    cost = ways.total + HANDOFF_SECONDS + admission
     best = float(cost.min())
     if best == np.inf:
         return ([], []), best
     tied = np.flatnonzero(cost == best)
-    for key in (ways.total, ways.ready, ways.compute, ways.load, load):
+    for key in (ways.total, ways.ready, ways.compute, ways.load, admission):
         tied = _ties(tied, key)
-    is_there = np.zeros(decoding.least_load.size, dtype=bool)
+    is_there = np.zeros(decoding.least_admission.size, dtype=bool)
     is_there[ways.host[tied]] = True
-    decode = _first(np.flatnonzero(is_there[decoding.host] & (decoding.load == load[tied[0]])), decoding.rank)
+    decode = _first(np.flatnonzero(is_there[decoding.host] & (decoding.admission == admission[tied[0]])), decoding.rank)
     prefill = _first(tied[ways.host[tied] == decoding.host[decode]], ways.rank)
     return ([int(ways.worker[prefill])], [int(decoding.worker[decode])]), best
 
@@ -245,19 +208,19 @@ def _far(ways: Computing, decoding: Decoding, near_seconds: float) -> Pair:
     Args:
         near_seconds: cost of the cheapest pair on one host, in seconds.
     """
-    load, move, total = LOAD_SECONDS * decoding.load, decoding.move, ways.total
+    admission, move, total = decoding.admission, decoding.move, ways.total
     first = _least(total, ways.ready, ways.compute, ways.load, ways.rank)
-    begin = _least(load, move, decoding.rank)
-    ready, compute, least = ways.ready[first], ways.compute[first], load[begin]
+    begin = _least(admission, move, decoding.rank)
+    ready, compute, least = ways.ready[first], ways.compute[first], admission[begin]
     seconds = ready + max(compute, move[begin]) + LINK_SECONDS + HANDOFF_SECONDS + least
     most = min(near_seconds, float(seconds)) + _SLACK - LINK_SECONDS - HANDOFF_SECONDS
 
     some = np.flatnonzero(total <= most - least)
     some = some[(ways.ready[some] < ready) | (ways.compute[some] < compute) | (some == first)]
     computing = _front(some, ways.ready, ways.compute, ways.load, ways.rank)
-    some = np.flatnonzero(load <= most - total[first])
+    some = np.flatnonzero(admission <= most - total[first])
     some = some[(move[some] < move[begin]) | (some == begin)]
-    others = _front(some, load, move, decoding.rank)
+    others = _front(some, admission, move, decoding.rank)
     return ways.worker[computing].tolist(), decoding.worker[others].tolist()
 
 

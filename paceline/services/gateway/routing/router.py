@@ -8,6 +8,7 @@ other requests. The cheapest way is taken. In this table, "the worker" computes 
     compute     tokens of the prompt that are cached on neither of these hosts / the worker's rate
     move        tokens that the decode worker's host lacks / its rate of fetching; overlaps compute: the longer counts
     handoff     rest of the decode worker's current step, if a prefill worker computes the prompt
+    adapter     time in which each worker reads the request's adapter if it is not in its memory
     others      load of the decode worker; if it computes the prompt itself, also the delay of each of its requests
     recent      a tenth of the tokens sent to the worker recently / its rate, so that equal workers share prompts and a
                 popular prefix is soon cached on several hosts
@@ -125,7 +126,7 @@ def place_computing(need: Need, snapshot: Iterable[Candidate]) -> Placement | No
 
     def rank(candidate: Candidate) -> tuple[object, ...]:
         waiting = candidate.queued_tokens + LATELY * candidate.recent_tokens
-        seconds = waiting / (candidate.tokens_per_second or usual)
+        seconds = waiting / (candidate.tokens_per_second or usual) + candidate.miss_seconds(need.adapter)
         return *_trouble(need, candidate), seconds, candidate.load, candidate.member.worker_id
 
     return _computing_at(min(_computing(need, fleet), key=rank, default=None))
@@ -238,14 +239,17 @@ class _Way:
         compute = (need.prompt_tokens - self.cached(need)) / speed
         if self.local:
             compute *= 1 + decode.member.load.running  # each running request waits as long
+        else:
+            ready += computing.miss_seconds(need.adapter)
         move = 0.0
         if self.far:
             move = (need.prompt_tokens - need.cached.get(decode.member.host_id, 0)) / _fetch_speed(decode)
         longer = max(compute, move) + LINK_SECONDS if self.far else compute
         handoff = 0.0 if self.local else HANDOFF_SECONDS
-        seconds = ready + longer + handoff + LOAD_SECONDS * decode.load
+        admission = LOAD_SECONDS * decode.load + decode.miss_seconds(need.adapter)
+        seconds = ready + longer + handoff + admission
         prefill_load = 0.0 if self.prefill is None else self.prefill.load
-        parts = ready + compute, ready, compute, prefill_load, decode.load, move
+        parts = ready + compute, ready, compute, prefill_load, admission, move
         # Ids break ties, so that equal snapshots give equal placements.
         return seconds, (self.local, self.far, *parts, self.names, self.source)
 

@@ -15,6 +15,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from paceline.core.adapters import short_digest
 from paceline.core.errors import PacelineError
 from paceline.core.telemetry import trace_headers
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -130,10 +131,11 @@ class Attempt(AnyAttempt):
         self._prefill_call: WorkerCall | None = None
         """The call to the prefill worker; None before `admit` starts it and after the handoff."""
         self._first: worker_pb2.FirstToken | None = None
-        left = len(work.token_ids) - placement.cached_tokens
-        self._prompt_computed = self._resources.enter_context(fleet.call(decode, left if prefill is None else 0))
+        left, adapter = len(work.token_ids) - placement.cached_tokens, short_digest(work.adapter.digest)
+        calling = fleet.call(decode, left if prefill is None else 0, adapter)
+        self._prompt_computed = self._resources.enter_context(calling)
         if prefill is not None:
-            self._prefill_work.enter_context(fleet.call(prefill, left))
+            self._prefill_work.enter_context(fleet.call(prefill, left, adapter))
 
     async def admit(self) -> None:
         """Reserve room on the decode worker, and start the prefill.

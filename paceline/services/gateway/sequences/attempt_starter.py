@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 
+from paceline.core.adapters import short_digest
 from paceline.core.config import GatewayConfig
 from paceline.core.numerics import may_differ
 from paceline.services.gateway.fleet.fleet import Fleet
@@ -210,6 +211,7 @@ class AttemptStarter:
             weights=attempt_trace.weights,
             cut=self._fleet.failed_links(),
             home=self._homes.get(plan.owner, plan.cache_key),
+            adapter=short_digest(plan.adapter_digest),
             local_tokens=0 if sequence.needs_scores or prompt.media else self._config.local_prefill_tokens,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from paceline.core.adapters import short_digest
 from paceline.core.telemetry import trace_headers
 from paceline.core.types import FinishReason
 from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
@@ -32,7 +33,8 @@ class ComputeAttempt(AnyAttempt):
     def _prepare(self, placement: Placement) -> None:
         self._worker = worker = self._fleet.worker(placement.computing.worker_id)
         self.decode = None if placement.decode is None else worker
-        self._resources.enter_context(self._fleet.call(worker, tokens_of(self._work)))
+        adapter = short_digest(self._work.adapter.digest)
+        self._resources.enter_context(self._fleet.call(worker, tokens_of(self._work), adapter))
         stub = worker_pb2_grpc.ComputeStub(worker.channel)
         call = stub.Run(self._work, timeout=self._seconds, metadata=trace_headers())
         self._resources.callback(call.cancel)

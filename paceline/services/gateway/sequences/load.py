@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -136,6 +137,14 @@ class TrafficBook:
     def unplanned_requests(self) -> int:
         """Number of requests that wait for a worker before they can be planned."""
         return len(self._unplanned)
+
+    def adapters(self) -> tuple[Counter[str], Counter[str]]:
+        """Return the number of sequences that run with each adapter, and of those that wait, by the adapter's name."""
+        running, waiting = Counter[str](), Counter[str]()
+        for each in self._running:
+            if (adapter := each.sequence.plan.adapter) is not None:
+                (running if each.waits_since() is None else waiting)[adapter.name] += 1
+        return running, waiting
 
     def report(self) -> TrafficReport:
         """Return all totals since the start, with the number of sequences of each class that wait now."""

@@ -240,6 +240,7 @@ def _asked(plan: Plan) -> dict[str, Any]:
     sampling = plan.prompts[0].sampling
     constraint = sampling.constraint
     return {
+        "adapter": None if plan.adapter is None else {"name": plan.adapter.name, "digest": plan.adapter.digest.hex()},
         "prompts": len(plan.prompts),
         "n": plan.n,
         "sampling": "greedy" if sampling.temperature == 0 else "random",

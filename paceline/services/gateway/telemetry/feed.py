@@ -24,6 +24,7 @@ from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.http.event_streams import event
 from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.telemetry.adapter_use import AdapterUse
 from paceline.services.gateway.telemetry.history import (
     BIN_SECONDS,
     BINS,
@@ -177,10 +178,13 @@ class Feed:
         about: facts about the model that do not change. They are sent in the first event.
     """
 
-    def __init__(self, history: ConsoleHistory, fleet: Fleet, runner: SequenceRunner, about: Json) -> None:
+    def __init__(
+        self, history: ConsoleHistory, fleet: Fleet, runner: SequenceRunner, adapters: AdapterUse, about: Json
+    ) -> None:
         self._history = history
         self._fleet = fleet
         self._runner = runner
+        self._adapters = adapters
         self._about = about | {"version": paceline.__version__, "columns": ["at", *COLUMNS]}
         self._epoch = time.time() - time.monotonic()
         self._viewers: set[asyncio.Queue[bytes]] = set()
@@ -264,6 +268,7 @@ class Feed:
             "at": round(self._epoch + time.monotonic(), 1),
             "running": self._runner.running,
             "waiting": self._runner.waiting,
+            "adapters": self._adapters.describe(),
             **await describe_fleet(self._fleet.workers()),
         }
 

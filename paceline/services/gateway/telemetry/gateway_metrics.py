@@ -7,8 +7,9 @@ summed.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -21,6 +22,7 @@ from paceline.core.request_classes import NO_CLASSES
 from paceline.services.common.process_samples import ProcessSamples
 from paceline.services.gateway.http.errors import REASONS, Reason
 from paceline.services.gateway.planning.media.metrics import MediaMetrics
+from paceline.services.gateway.telemetry.used_names import UsedNames
 
 _LATENCIES = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST_TOKEN = (
@@ -77,6 +79,9 @@ _NAMES = (
     _Name("spec_decode_num_accepted_tokens_per_pos"),
 )
 
+NamesOfAdapters = Callable[[], UsedNames]
+"""A function that returns the adapters of one model that sequences use now."""
+
 LATENCY_BOUNDS, FIRST_TOKEN_BOUNDS, TOKEN_BOUNDS = _LATENCIES, _FIRST_TOKEN, _PER_TOKEN
 
 
@@ -124,21 +129,35 @@ class VllmModelNames(Collector):
 
 
 class VllmServerNames(Collector):
-    """Collector of the HTTP server's metrics that vLLM has, too, under vLLM's names."""
+    """Collector of the server's metrics that vLLM has, too, and that have no model, under vLLM's names.
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    Args:
+        adapters: functions that return the adapters of each model in use. More may be added later.
+    """
+
+    def __init__(self, registry: CollectorRegistry, adapters: Sequence[NamesOfAdapters]) -> None:
         self._registry = registry
+        self._adapters = adapters
 
     def collect(self) -> Iterator[Metric]:
-        loras = Metric("vllm:lora_requests_info", "Adapters; there are none", "gauge")
-        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-        loras.add_sample(loras.name, labels, 0.0)
-        yield loras
+        yield self._loras()
         for metric in self._registry.collect():
             if metric.name == "paceline:http_responses":
                 yield _http_requests(metric)
             elif metric.name == "paceline:requests_refused":
                 yield _rejections(metric)
+
+    def _loras(self) -> Metric:
+        """Return the names of adapters in use as labels. The value is the time, so that readers find the newest."""
+        used = [names() for names in self._adapters]
+        loras = Metric("vllm:lora_requests_info", "Adapters that sequences use; the value is the time", "gauge")
+        labels = {
+            "max_lora": str(max((each.slots for each in used), default=0)),
+            "running_lora_adapters": ",".join(name for each in used for name in each.running),
+            "waiting_lora_adapters": ",".join(name for each in used for name in each.waiting),
+        }
+        loras.add_sample(loras.name, labels, time.time())
+        return loras
 
 
 def _further_labels(sample: Sample) -> tuple[tuple[str, str], ...]:
@@ -183,6 +202,7 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         """Registry of the metrics that do not belong to one model."""
         self._registries = [self.registry]
+        self._adapters: list[NamesOfAdapters] = []
         self._classes = tuple(classes)
         labels = ["handler", "method", "status"]
         help = "HTTP responses by route and status"
@@ -196,11 +216,16 @@ class GatewayMetrics:
         self._refused = Counter("paceline:requests_refused", help, labels, registry=self.registry)
         self.media = MediaMetrics(self.registry)
         self.registry.register(_OwnProcess())
-        self._vllm: list[Collector] | None = [VllmServerNames(self.registry)] if vllm_names else None
+        self._vllm: list[Collector] | None = [VllmServerNames(self.registry, self._adapters)] if vllm_names else None
 
-    def add(self, model: str, registry: CollectorRegistry) -> None:
-        """Add the registry of a model, whose metrics `render` then includes."""
+    def add(self, model: str, registry: CollectorRegistry, adapters: NamesOfAdapters) -> None:
+        """Add a model, whose metrics `render` then includes.
+
+        Args:
+            adapters: function that returns the model's adapters in use.
+        """
         self._registries.append(registry)
+        self._adapters.append(adapters)
         for name in self._classes:
             for reason in REASONS:
                 self._refused.labels(model, name, reason)  # creates the series, so that rates include the first one

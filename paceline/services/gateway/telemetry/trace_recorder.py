@@ -13,13 +13,14 @@ The format is Mooncake's trace format with more fields, so tools for Mooncake's 
     key            name of its API key, if it has one
     priority       lower is more urgent
     session        name of the conversation, if the client gave one
+    adapter        name of its adapter's content, if it has one
     outcome        how the sequence ended, such as stop, length, abort or error
     cached_tokens  tokens of the prompt that were found in the cache
     ttft_ms        milliseconds from the arrival to the first token
     ms             milliseconds from the arrival to the end
 
-Names of blocks, sessions and keys are keyed hashes. A reader without the cluster's secret cannot guess a prompt and
-check whether its hash is in the file.
+Names of blocks, sessions, keys and adapters are keyed hashes. A reader without the cluster's secret cannot guess a
+prompt and check whether its hash is in the file.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Ending(NamedTuple):
     """Links of the context's full blocks. They are hashed before they are written."""
     session: str
     owner: str
+    adapter: bytes
+    """Digest of the adapter's content; empty for the model alone."""
 
 
 class TraceRecorder:
@@ -122,7 +125,7 @@ class TraceRecorder:
         # The gateway has computed most links already. They must be read here, because the event loop may add to them.
         links = tuple(sequence.context.links(next(iter(self._layouts().values()), "")))
         try:
-            self._waiting.put_nowait(Ending(fields, links, session, sequence.plan.owner))
+            self._waiting.put_nowait(Ending(fields, links, session, sequence.plan.owner, sequence.plan.adapter_digest))
         except queue.Full:
             self.dropped += 1
 
@@ -158,6 +161,8 @@ class TraceRecorder:
             line["session"] = self._name(ending.session.encode())
         if ending.owner:
             line["key"] = self._name(ending.owner.encode())
+        if ending.adapter:
+            line["adapter"] = self._name(ending.adapter)
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         if self._waiting.empty() or self._file.tell() > self._most_bytes:
             self._file.flush()

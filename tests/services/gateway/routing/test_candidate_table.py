@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.numerics import Numerics
-from paceline.proto.fleet_pb2 import LoadReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.queueing.admission_control import are_fed
 from paceline.services.gateway.routing.candidate_table import CandidateTable
@@ -40,6 +40,7 @@ members = st.builds(
         queued_tokens=st.sampled_from([0, 0, 10, 500, 3000]),
         prefill_tokens_per_second=st.sampled_from([0.0, 1000.0, 1000.0, 900.1, 1103.7]),
     ),
+    lora=st.builds(AdapterReport, miss_seconds=st.sampled_from([0.0, 0.07, 1.3])),
 )
 candidates = st.builds(
     Candidate,
@@ -49,6 +50,7 @@ candidates = st.builds(
     unreported_tokens=st.sampled_from([0.0, 7.3, -3.0]),
     recent_tokens=st.sampled_from([0.0, 0.0, 100.0, 77.7]),
     fetch_tokens_per_second=st.sampled_from([0.0, 0.0, 20_000.0, 1234.5]),
+    adapters=st.frozensets(st.sampled_from([1, 2])),
 )
 fleets = st.lists(candidates, max_size=16, unique_by=lambda candidate: candidate.member.worker_id)
 links = st.frozensets(st.sampled_from([("h1", "h2"), ("h2", "h1"), ("h3", "h2")]), max_size=2)
@@ -66,6 +68,7 @@ needs = st.builds(
     cut=st.one_of(st.just(frozenset()), links),
     home=st.sampled_from(["", *HOSTS, "h5"]),
     local_tokens=st.sampled_from([0, 64, 4000]),
+    adapter=st.sampled_from([0, 1, 2, 3]),
 )
 
 
@@ -111,6 +114,15 @@ def test_it_can_be_changed(need: Need, before: list[Candidate], fleet: list[Cand
     assert list(table) == [left[name] for name in sorted(left)]
     assert len(table) == len(left)
     assert place(need, table) == place(need, list(left.values()))
+
+
+@given(needs, needs, fleets)
+def test_requests_of_different_adapters_follow_each_other(first: Need, then: Need, fleet: list[Candidate]) -> None:
+    table = table_of(fleet[:8])
+    place(first, table)
+    for candidate in fleet[8:]:
+        table.put(candidate)
+    assert place(then, table) == place(then, list(table))
 
 
 def test_recent_tokens_are_those_of_now() -> None:

@@ -5,10 +5,10 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.proto.fleet_pb2 import LoadReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport
 from paceline.services.common.registry import Member
 from paceline.services.gateway.routing.candidates import Candidate, Need, Placement
-from paceline.services.gateway.routing.router import place, place_in_turn
+from paceline.services.gateway.routing.router import place, place_computing, place_in_turn
 
 NEED = Need(context_tokens=100)
 LOCAL_TOKENS = 64
@@ -389,3 +389,53 @@ def test_a_placement_is_allowed_and_does_not_depend_on_the_order(
         assert prefill in found
         if any(near.host_id == decode.host_id for near in found):
             assert prefill.host_id == decode.host_id
+
+
+def holder(worker: Member, *adapters: int, seconds: float = 0.5) -> Candidate:
+    """Return a worker that has these adapters, and that reads a further one in `seconds`."""
+    return Candidate(
+        dataclasses.replace(worker, lora=AdapterReport(miss_seconds=seconds)), adapters=frozenset(adapters)
+    )
+
+
+def test_workers_that_have_the_adapter_are_preferred() -> None:
+    need = dataclasses.replace(NEED, adapter=7)
+    fleet = [holder(member(name, role), 8) for name, role in (("d1", "decode"), ("p1", "prefill"))]
+    having = [holder(member(name, role), 7, 8) for name, role in (("d2", "decode"), ("p2", "prefill"))]
+    assert placed(need, *fleet, *having) == ("d2", "p2")
+    assert placed(need, *fleet, having[0]) == ("d2", "p1")
+    assert placed(need, *fleet, having[1]) == ("d1", "p2")
+    assert placed(dataclasses.replace(need, adapter=8), *having, *fleet) == ("d1", "p1")
+    assert placed(NEED, *having, *fleet) == ("d1", "p1")
+
+
+def test_a_missing_adapter_costs_the_time_to_read_it() -> None:
+    need = dataclasses.replace(NEED, adapter=7)
+    # A load of half of the requests costs as much as half a second.
+    for running, chosen in ((3, "having"), (5, "idle")):
+        assert placed(need, holder(member("having", running=running), 7), holder(member("idle"))) == (chosen, None)
+    queue = {"role": "prefill", "prefill_tokens_per_second": 1000.0}
+    for queued, chosen in ((400, "p1"), (600, "p2")):
+        waiting = holder(member("p1", queued_tokens=queued, **queue), 7)
+        assert placed(need, member("d"), waiting, holder(member("p2", **queue))) == ("d", chosen)
+    # Nobody knows how long it takes before the first one was read.
+    assert placed(need, Candidate(member("a")), Candidate(member("b"), adapters=frozenset({7}))) == ("b", None)
+
+
+def test_a_missing_adapter_is_weighed_against_a_cached_prefix() -> None:
+    need = Need(2000, prompt_tokens=1000, cached={"h1": 800}, cut=frozenset({("h1", "h2")}), adapter=7)
+
+    def host(name: str, *adapters: int) -> list[Candidate]:
+        fields = {"host_id": name, "max_model_len": 4000, "prefill_tokens_per_second": 1000.0}
+        return [holder(member(f"d-{name}", **fields), *adapters, seconds=0.3)]
+
+    assert placed(need, *host("h1"), *host("h2", 7)) == ("d-h1", None)
+    less = dataclasses.replace(need, cached={"h1": 200})
+    assert placed(less, *host("h1"), *host("h2", 7)) == ("d-h2", None)
+
+
+def test_work_without_decoding_goes_where_the_adapter_is() -> None:
+    need = dataclasses.replace(NEED, adapter=7)
+    found = place_computing(need, [holder(member("p1", "prefill")), holder(member("p2", "prefill"), 7)])
+    assert found is not None
+    assert found.computing.worker_id == "p2"

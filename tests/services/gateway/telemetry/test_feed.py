@@ -146,7 +146,7 @@ async def test_streams_end_at_once_when_the_gateway_stops(start_stack: StartStac
 
 
 def _parts() -> tuple[Any, ...]:
-    return feed.ConsoleHistory(), None, None, {}
+    return feed.ConsoleHistory(), None, None, None, {}
 
 
 async def test_the_newest_requests_come_first(stack: Stack) -> None:

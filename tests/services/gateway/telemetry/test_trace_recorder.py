@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline.core.adapters import Adapter
 from paceline.core.errors import ConfigError
 from paceline.core.types import Token
 from paceline.services.common.secret import Secret
@@ -30,8 +31,8 @@ def recorder(path: Path, size: int = SIZE, secret: Secret = SECRET) -> TraceReco
     return TraceRecorder(path, size, secret, layouts)
 
 
-def sequence(prompt: list[int], answer: list[int] | None = None) -> SequenceRun:
-    run = toy_sequence(prompt, request_class="chat")
+def sequence(prompt: list[int], answer: list[int] | None = None, adapter: Adapter | None = None) -> SequenceRun:
+    run = toy_sequence(prompt, request_class="chat", adapter=adapter)
     run.trace.prompt_tokens = len(prompt)
     run.note(Generated([Token(token_id) for token_id in answer or ()]), AttemptTrace())
     return run
@@ -47,14 +48,18 @@ def test_a_line_has_lengths_and_names_of_blocks(tmp_path: Path) -> None:
     system = list(range(32))
     own.record(sequence([*system, *range(40, 60)], list(range(13))), time.monotonic(), "talk", "stop")
     own.record(sequence([*system, *range(70, 80)]), time.monotonic(), "", "error")
+    own.record(sequence(system, adapter=Adapter("sql", "/loras/sql", bytes(32))), time.monotonic(), "", "stop")
     own.close()
-    first, second = lines(path)
+    first, second, third = lines(path)
     assert (first["input_length"], first["output_length"], first["class"], first["outcome"]) == (52, 13, "chat", "stop")
     assert len(first["hash_ids"]) == 4  # the last one has tokens of the answer
     assert first["hash_ids"][:2] == second["hash_ids"]
     assert 0 <= first["timestamp"] <= second["timestamp"]
     assert "session" in first
     assert "session" not in second
+    assert "adapter" not in second
+    assert 0 < third["adapter"] < 1 << 64
+    assert not {*third["hash_ids"]} & {*second["hash_ids"]}
     assert path.stat().st_mode & 0o077 == 0
 
 

@@ -149,10 +149,26 @@ class PlannerState(AnswerBody):
     decisions: list[PlannedChange]
 
 
+class AdapterState(AnswerBody):
+    model_name: str
+    """Name of the model that the adapter changes."""
+    name: str
+    digest: str
+    """Digest of the adapter's content, in hexadecimal digits."""
+    running: int
+    """Number of sequences of this gateway that run with it."""
+    waiting: int
+    """Number of sequences of this gateway that wait for a worker to run with it."""
+    workers: list[str]
+    """Ids of the workers that have it in memory, by their last reports."""
+
+
 class FleetState(AnswerBody):
     workers: list[FleetWorker]
     hosts: list[HostLedger | SilentHost]
     waiting: int
+    adapters: list[AdapterState]
+    """At most 50 adapters of each model. Those that sequences use come first."""
     planners: list[PlannerState]
 
 

@@ -105,7 +105,7 @@ class OperatorsApi:
         leases = holds or leases  # `holds` was the name in earlier releases
         fleets = await asyncio.gather(*(_describe_fleet(each, leases) for each in models))
         return {
-            **{part: [entry for fleet in fleets for entry in fleet[part]] for part in ("workers", "hosts", "planners")},
+            **{part: [entry for fleet in fleets for entry in fleet[part]] for part in fleets[0]},
             "waiting": sum(each.runner.waiting for each in models),
         }
 
@@ -144,6 +144,7 @@ async def _describe_fleet(model: ModelFleet, most_leases: int) -> dict[str, list
             name | {"worker_id": host.member.worker_id, "address": host.member.address, **ledger}
             for host, ledger in zip(hosts, ledgers)
         ],
+        "adapters": [name | each for each in model.adapter_use.describe()],
         "planners": [name | _plan(worker) for worker in workers if worker.member.role == "planner"],
     }
 

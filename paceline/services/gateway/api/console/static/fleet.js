@@ -1,4 +1,5 @@
 // The fleet as it lives: key figures, workers by role, KV blocks, and charts of the last hour.
+import { adapterSection } from "./adapters.js";
 import { chart } from "./charts.js";
 import { bar, h, headRow } from "./dom.js";
 import { count, duration, durationText, percent, plural, rate } from "./format.js";
@@ -63,6 +64,7 @@ export function fleet(main) {
   const figures = h("dl.figures", { "aria-label": "Key figures" });
   const workers = h("div.workers");
   const blocks = h("div");
+  const adapters = adapterSection();
   const charts = CHARTS.map(chart);
   const snapshots = [];
   let shownModel;
@@ -73,6 +75,7 @@ export function fleet(main) {
     h("div.columns", {},
       h("section", { "aria-labelledby": "workers" }, h("h2", { id: "workers" }, "Workers"), workers),
       h("section", { "aria-labelledby": "blocks" }, h("h2", { id: "blocks" }, "KV blocks"), blocks)),
+    adapters.element,
     h("section", { "aria-labelledby": "hour" },
       h("h2", { id: "hour" }, "The last hour"),
       globalThis.uPlot ? null : h("p.note", {}, "Charts are not drawn, because this gateway was installed without them. Its log says what to install."),
@@ -96,6 +99,7 @@ export function fleet(main) {
     showFigures(figures);
     workers.replaceChildren(...showWorkers(snapshots));
     blocks.replaceChildren(...memory(store.live.hosts));
+    adapters.show(store.live.adapters);
   }
   store.addEventListener("rows", onRows);
   store.addEventListener("live", onLive);
