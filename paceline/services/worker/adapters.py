@@ -57,6 +57,16 @@ class AdapterStore:
             assert self._adapters is not None
             self._adapters.read(Path(folder).expanduser())
 
+    async def examine(self, name: str, folder: str) -> pb.Adapter:
+        """Read an adapter that is about to get a name, and return it with its digest. It does not stay in memory.
+
+        Raises:
+            InvalidRequestError: the adapter cannot be served.
+            UnavailableError: the worker takes no adapters.
+        """
+        found = await self._read(self._needed(), pb.Adapter(name=name, folder=folder))
+        return pb.Adapter(name=name, folder=folder, digest=found.digest)
+
     @contextlib.asynccontextmanager
     async def holding(self, work: pb.Work) -> AsyncIterator[None]:
         """Keep the adapter of a request in memory for the body of a `with` statement.
@@ -84,19 +94,23 @@ class AdapterStore:
 
     def _find(self, wanted: pb.Adapter) -> _Held:
         """Return the adapter that a request wants. If it is not in memory, begin to read it."""
-        if self._adapters is None:
-            raise UnavailableError("this worker takes no adapters, because it was started without --enable-lora")
-        digest = wanted.digest
+        adapters, digest = self._needed(), wanted.digest
         if len(digest) != DIGEST_BYTES:  # names of blocks would not tell its content
             raise InvalidRequestError(f"the digest of an adapter has {DIGEST_BYTES} bytes", "model")
         held = self._held.pop(digest, None)
         if held is None:
             self._make_room()
-            loading = asyncio.ensure_future(self._read(self._adapters, wanted))
+            loading = asyncio.ensure_future(self._read(adapters, wanted))
             held = _Held(loading)
             loading.add_done_callback(lambda _: self._drop_failed(digest, held))
         self._held[digest] = held
         return held
+
+    def _needed(self) -> ModelAdapters:
+        """Return the model's adapters. Raises UnavailableError if the worker takes none."""
+        if self._adapters is None:
+            raise UnavailableError("this worker takes no adapters, because it was started without --enable-lora")
+        return self._adapters
 
     def _make_room(self) -> None:
         if len(self._held) < self._most:

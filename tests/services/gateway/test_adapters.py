@@ -17,7 +17,7 @@ from paceline.services.gateway.gateway import Gateway, load_models
 from paceline.services.gateway.planning.schemas import CompletionRequest
 from tests.adapters import write_files
 from tests.services.gateway.api.batches.conftest import ended, line, submit
-from tests.services.gateway.conftest import Stack, StartStack
+from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_plans import toy_sequence
 
 
@@ -135,6 +135,19 @@ async def test_folders_that_are_no_adapters_are_refused(adapted: Stack, tmp_path
     assert "an adapter is a folder as PEFT saves it" in answer.text
     taken = await adapted.post("/v1/load_lora_adapter", lora_name=await base(adapted), lora_path=str(tmp_path / "one"))
     assert taken.status_code == 400
+
+
+async def test_adapters_get_no_name_before_a_worker_has_read_them(start_stack: StartStack, tmp_path: Path) -> None:
+    alone = await start_stack(enable_lora=True, prefill=0, decode=0)
+    load = {"lora_name": "new", "lora_path": str(write(tmp_path / "new"))}
+    answer = await alone.post("/v1/load_lora_adapter", **load)
+    assert answer.status_code == 503
+    assert "whether the adapter 'new' fits" in answer.text
+    assert (await alone.http.get("/v1/models/new")).status_code == 404
+    await alone.add("decode", "d")
+    await eventually(alone._is_healthy)
+    assert (await alone.post("/v1/load_lora_adapter", **load)).status_code == 200
+    assert (await alone.http.get("/v1/models/new")).status_code == 200
 
 
 async def test_a_server_without_adapters_says_so(stack: Stack, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from paceline.core.adapters import Adapter, read_adapter
 from paceline.core.config import WorkerConfig
-from paceline.core.errors import PacelineError
+from paceline.core.errors import InvalidRequestError, PacelineError
 from paceline.proto import common_pb2
 from paceline.services.common.wire import adapter_to_pb, work_model
 from paceline.services.text_worker import add_services
@@ -121,6 +121,27 @@ async def test_adapters_that_cannot_be_served_are_refused(
         assert len((await host.generate([5, 6, 7], 2, adapter=good)).tokens) == 2
     async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
         assert "--enable-lora" in await refusal(host, good)
+
+
+async def test_an_adapter_is_checked_before_it_gets_a_name(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel
+) -> None:
+    good = adapter(tmp_path, reference, 0)
+    other = write_tiny(tmp_path / "other model", "llama", hidden_size=96)
+    misfits = {
+        "--max-lora-rank": adapter(tmp_path, reference, 1, rank=9).folder,
+        "lora_A and lora_B are": adapter(tmp_path, other, 2).folder,
+        "a folder as PEFT saves it": str(tmp_path / "none"),
+    }
+    async with start_host(tmp_path / "model", **OPTIONS, max_lora_rank=8) as host:
+        for worker in (host.prefill.worker, host.decode.worker):
+            assert await worker.adapters.examine(good.name, good.folder) == adapter_to_pb(good)
+            for reason, folder in misfits.items():
+                with pytest.raises(InvalidRequestError, match=reason):
+                    await worker.adapters.examine("x", folder)
+    async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
+        with pytest.raises(PacelineError, match="--enable-lora"):
+            await host.decode.worker.adapters.examine(good.name, good.folder)
 
 
 async def test_adapters_that_running_requests_need_stay_in_memory(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
-from paceline.core.adapters import read_adapter
-from paceline.core.errors import ModelError
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.api_schema import text_of
+from paceline.services.gateway.fleet.adapter_check import check_adapter
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
@@ -52,17 +52,23 @@ class AdaptersApi:
         model = self._gateway.find(body.base_model_name)
         if not model.config.enable_lora:
             raise ApiError(400, "this server takes no adapters; start it with --enable-lora", param="lora_name")
+        self._check_name(model, body)
+        try:
+            adapter = await check_adapter(model.fleet, body.lora_name, _folder(body.lora_path))
+        except InvalidRequestError as error:
+            raise ApiError(400, str(error), param="lora_path") from None
+        self._check_name(model, body)  # another request may have given the name meanwhile
+        model.name_adapter(adapter)
+        return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
+
+    def _check_name(self, model: ModelFleet, body: LoadAdapterRequest) -> None:
+        """Raise ApiError if an adapter cannot get the name that a request gives it."""
         name = body.lora_name
         if name in self._gateway.models or any(name in each for each in self._others(model)):
             raise ApiError(400, f"{name!r} is the name of another model; choose another name", param="lora_name")
         if model.adapters.find(name) is not None and not body.load_inplace:
             message = f"the adapter {name!r} is there already; set load_inplace to replace it"
             raise ApiError(400, message, param="lora_name")
-        try:
-            model.name_adapter(await asyncio.to_thread(read_adapter, name, body.lora_path))
-        except ModelError as error:
-            raise ApiError(400, str(error), param="lora_path") from None
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, body: UnloadAdapterRequest) -> Response:
         name = body.lora_name
@@ -76,3 +82,7 @@ class AdaptersApi:
         """Return the names of the adapters of each other model."""
         fleets = self._gateway.models.values()
         return [{adapter.name for adapter in fleet.adapters} for fleet in fleets if fleet is not model]
+
+
+def _folder(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
