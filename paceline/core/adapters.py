@@ -129,6 +129,8 @@ def _opened(folder: Path, name: str, most: int) -> io.BufferedReader:
     try:
         # A pipe would otherwise wait for its writer.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError:
+        raise ModelError(f"{str(path)!r:.200} is no path; an adapter is a folder as PEFT saves it") from None
     except OSError as error:
         advice = ""
         if name == TENSORS_FILE and (folder / "adapter_model.bin").exists():

@@ -38,6 +38,11 @@ class LowRank:
     def nbytes(self) -> int:
         return self.down.nbytes + self.up.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether no number is NaN or infinite."""
+        return all(bool(own.isfinite().all()) for own in (self.down, self.up, self.bias) if own is not None)
+
     def to(self, device: torch.device) -> LowRank:
         bias = None if self.bias is None else self.bias.to(device)
         return LowRank(self.down.to(device), self.up.to(device), self.scale, bias)

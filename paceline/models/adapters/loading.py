@@ -82,7 +82,9 @@ def load_adapter(
             if rank > rules.most_rank:
                 raise ModelError(f"{module} has the rank {rank}; raise --max-lora-rank, which is {rules.most_rank}")
             for index in found:
-                parts[index] = _part(own, config.scale_of(module), linears[index], dtype)
+                parts[index] = part = _part(own, config.scale_of(module), linears[index], dtype)
+                if not part.is_finite:
+                    raise ModelError(f"{module}: numbers are too large for {dtype}; choose another --lora-dtype")
     _check_complete(config, tensors, places)
     return LoadedAdapter(files.digest, tuple(parts))
 
