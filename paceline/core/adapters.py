@@ -41,7 +41,7 @@ class Adapter:
     name: str
     """Name of the adapter in the API. KV blocks do not depend on it."""
     folder: str
-    """Absolute path of its folder."""
+    """Absolute path of its folder, or its name on the hub with a commit."""
     digest: bytes
     """Digest of the content; equal for equal files."""
 

@@ -77,7 +77,7 @@ class CheckAdapterRequest(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     folder: _builtins.str
-    """Absolute path of its folder."""
+    """Absolute path of its folder, or its name on the hub: org/name, or org/name@revision."""
     def __init__(
         self,
         *,

@@ -86,7 +86,7 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     lora_modules: str = option(
         "",
         "adapters by name: NAME=FOLDER,OTHER=FOLDER, or JSON objects with name and path. A request names an adapter as "
-        "its model",
+        "its model. serve and prepare also take names on the hub: org/name, or org/name@revision",
         "model",
     )
     max_logprobs: int = option(

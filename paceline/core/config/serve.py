@@ -206,6 +206,8 @@ PREPARE_OPTIONS = (
     "kv_cache_dtype_skip_layers",
     "model_impl",
     "trust_remote_code",
+    "enable_lora",
+    "lora_modules",
 )
 """Options of `serve` that its command `prepare` also has."""
 CACHE_OPTIONS = ("cache_dir", "cache_size")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,10 +17,13 @@ from paceline.core.machine import yield_to_others
 from paceline.core.metrics import Family, Sample
 from paceline.models.adapters.loading import LoadedAdapter
 from paceline.models.adapters.model_adapters import ModelAdapters
+from paceline.models.sources.hub_adapter import HubAdapter, adapter_folder, parse_hub_adapter
 from paceline.proto import common_pb2 as pb
 
 ADAPTERS = Family("lora_adapters", "Adapters in a worker's memory", "gauge")
 LOADS = Family("lora_loads", "Adapters that a worker has read into memory")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -55,16 +60,23 @@ class AdapterStore:
         """Read adapters once, to find errors. Raises ModelError."""
         for folder in folders:
             assert self._adapters is not None
-            self._adapters.read(Path(folder).expanduser())
+            self._adapters.read(adapter_folder(folder, log.info))
 
     async def examine(self, name: str, folder: str) -> pb.Adapter:
         """Read an adapter that is about to get a name, and return it with its digest. It does not stay in memory.
+
+        Args:
+            folder: its folder, or its name on the hub. The result has the hub's commit in place of a branch.
 
         Raises:
             InvalidRequestError: the adapter cannot be served.
             UnavailableError: the worker takes no adapters.
         """
-        found = await self._read(self._needed(), pb.Adapter(name=name, folder=folder))
+        adapters = self._needed()
+        if (hub := parse_hub_adapter(folder)) is not None:
+            place = await self._found(name, folder)
+            folder = str(HubAdapter(hub.repository, place.name))
+        found = await self._read(adapters, pb.Adapter(name=name, folder=folder))
         return pb.Adapter(name=name, folder=folder, digest=found.digest)
 
     @contextlib.asynccontextmanager
@@ -124,12 +136,23 @@ class AdapterStore:
 
     async def _read(self, adapters: ModelAdapters, wanted: pb.Adapter) -> LoadedAdapter:
         loop = asyncio.get_running_loop()
+        folder = await self._found(wanted.name, wanted.folder)
         try:
-            found = await loop.run_in_executor(self._thread, adapters.read, Path(wanted.folder), wanted.digest)
+            found = await loop.run_in_executor(self._thread, adapters.read, folder, wanted.digest)
         except ModelError as error:
             raise InvalidRequestError(f"{wanted.name}: {error}", "model") from error
         self._loads += 1
         return found
+
+    async def _found(self, name: str, place: str) -> Path:
+        """Return the folder of an adapter, which may have to be downloaded. Raises InvalidRequestError."""
+        if os.path.isabs(place):
+            return Path(place)
+        try:
+            # Adapters of other requests are read meanwhile.
+            return await asyncio.to_thread(adapter_folder, place, log.info)
+        except ModelError as error:
+            raise InvalidRequestError(f"{name}: {error}", "model") from error
 
     def _drop_failed(self, digest: bytes, held: _Held) -> None:
         failed = held.loaded.cancelled() or held.loaded.exception() is not None

@@ -150,6 +150,13 @@ async def test_adapters_get_no_name_before_a_worker_has_read_them(start_stack: S
     assert (await alone.http.get("/v1/models/new")).status_code == 200
 
 
+async def test_workers_fetch_adapters_of_the_hub(adapted: Stack) -> None:
+    answer = await adapted.post("/v1/load_lora_adapter", lora_name="hub", lora_path="org/name")
+    assert answer.status_code == 200
+    await complete(adapted, "hub")
+    assert newest(adapted).adapter.folder == "org/name@commit"
+
+
 async def test_a_server_without_adapters_says_so(stack: Stack, tmp_path: Path) -> None:
     answer = await stack.post("/v1/load_lora_adapter", lora_name="x", lora_path=str(write(tmp_path / "x")))
     assert answer.status_code == 400

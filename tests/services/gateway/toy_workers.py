@@ -210,6 +210,8 @@ class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
     ) -> common_pb2.Adapter:
         async with mapped_errors(context):
             try:
+                if not request.folder.startswith("/"):  # a name on the hub
+                    return common_pb2.Adapter(name=request.name, folder=f"{request.folder}@commit", digest=bytes(32))
                 return adapter_to_pb(read_adapter(request.name, request.folder))
             except ModelError as error:
                 raise InvalidRequestError(str(error)) from None

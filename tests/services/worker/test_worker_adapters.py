@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,26 @@ async def test_an_adapter_is_checked_before_it_gets_a_name(
     async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
         with pytest.raises(PacelineError, match="--enable-lora"):
             await host.decode.worker.adapters.examine(good.name, good.folder)
+
+
+async def test_an_adapter_of_the_hub_has_the_commit_that_was_checked(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub/models--org--sql"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    own = adapter(tmp_path, reference, 0)
+    shutil.copytree(own.folder, repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    async with start_host(tmp_path / "model", **OPTIONS) as host:
+        found = await host.decode.worker.adapters.examine("sql", "org/sql")
+        assert (found.folder, found.digest) == (f"org/sql@{commit}", own.digest)
+        named = Adapter("sql", found.folder, found.digest)
+        assert len((await host.generate([5, 6, 7], 2, adapter=named)).tokens) == 2
+        with pytest.raises(InvalidRequestError, match="HF_HUB_OFFLINE"):
+            await host.decode.worker.adapters.examine("sql", "org/other")
 
 
 async def test_adapters_that_running_requests_need_stay_in_memory(

@@ -22,7 +22,7 @@ async def check_adapter(fleet: Fleet, name: str, folder: str) -> Adapter:
 
     Args:
         name: name of the adapter in the API.
-        folder: absolute path of its folder.
+        folder: absolute path of its folder, or its name on the hub.
 
     Raises:
         InvalidRequestError: the adapter cannot be served with this model; the message says why.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
@@ -16,13 +17,15 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.request_body import Body
 
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?", re.ASCII)
+
 
 class LoadAdapterRequest(Body):
     """An adapter to be named."""
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
-    """Folder of the adapter on the machines of gateways and workers."""
+    """Folder of the adapter on the machines of workers, or its name on the hub: org/name, or org/name@revision."""
     load_inplace: bool = False
     """Whether the name may have another adapter already, which it then loses."""
     base_model_name: str | None = None
@@ -54,7 +57,7 @@ class AdaptersApi:
             raise ApiError(400, "this server takes no adapters; start it with --enable-lora", param="lora_name")
         self._check_name(model, body)
         try:
-            adapter = await check_adapter(model.fleet, body.lora_name, _folder(body.lora_path))
+            adapter = await check_adapter(model.fleet, body.lora_name, _place(body.lora_path))
         except InvalidRequestError as error:
             raise ApiError(400, str(error), param="lora_path") from None
         self._check_name(model, body)  # another request may have given the name meanwhile
@@ -84,5 +87,6 @@ class AdaptersApi:
         return [{adapter.name for adapter in fleet.adapters} for fleet in fleets if fleet is not model]
 
 
-def _folder(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
+def _place(path: str) -> str:
+    """Return the absolute path of a folder, or a name on the hub, which workers fetch."""
+    return path if _HUB_NAME.fullmatch(path) and not os.path.exists(path) else os.path.abspath(os.path.expanduser(path))
