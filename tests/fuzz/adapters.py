@@ -26,6 +26,9 @@ from torch import Tensor
 
 from paceline.core.adapters import AdapterFiles
 from paceline.core.errors import ModelError
+from paceline.kernels.adapters import AdapterKernels
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.linears import NamedLinear, NamedLinears
 from paceline.models.adapters.loading import AdapterRules, LoadedAdapter, load_adapter
 
@@ -67,8 +70,17 @@ _PIECES = (
 )
 
 
-class _Layer:
+class ZeroLayer:
+    """A linear layer whose matrix is zero."""
+
     adapters = None
+    bias = None
+
+    def __init__(self, size_out: int) -> None:
+        self._size_out = size_out
+
+    def products(self, rows: Tensor, kernels: AdapterKernels) -> Tensor:
+        return torch.zeros(len(rows), self._size_out)
 
 
 def layers() -> list[NamedLinear]:
@@ -76,8 +88,8 @@ def layers() -> list[NamedLinear]:
     noted = NamedLinears()
     for layer in range(2):
         begin = f"model.layers.{layer}.self_attn"
-        noted.note(f"{begin}.q_proj", [_Layer(), _Layer()], _SIZE, (4, 2), [5, 4, 3, 2, 1, 0])
-        noted.note(f"{begin}.o_proj", [_Layer()], 6, [_SIZE])
+        noted.note(f"{begin}.q_proj", [ZeroLayer(4), ZeroLayer(2)], _SIZE, (4, 2), [5, 4, 3, 2, 1, 0])
+        noted.note(f"{begin}.o_proj", [ZeroLayer(_SIZE)], 6, [_SIZE])
     return noted.layers
 
 
@@ -170,7 +182,9 @@ def check(files: AdapterFiles) -> str:
     """Load an adapter, and return "loaded" or "refused". Raises AssertionError if neither is right."""
     begin = time.process_time()
     try:
-        adapter = load_adapter(files, layers(), torch.float32, AdapterRules(most_rank=4))
+        adapter = load_adapter(
+            files, layers(), torch.float32, AdapterRules(most_rank=4), BaseWeights(ReferenceKernels())
+        )
     except ModelError as error:
         sentence = str(error)
         assert sentence.encode(), "a refusal without a sentence"

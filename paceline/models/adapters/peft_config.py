@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.core.adapters import CONFIG_FILE
 from paceline.core.errors import ModelError
@@ -25,15 +25,14 @@ stores its matrices, not the adapter.
 _STARTS = (True, False, "true", "false", "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base model's weights as they are."""
 _ADVICE = {
-    "use_dora": "merge the adapter into the model, or train it without DoRA",
     "modules_to_save": "merge the adapter into the model, or train it without whole modules",
-    "bias": "only bias none can be served; merge the adapter into the model",
 }
 _MOST_PATTERNS = 4096
 """Largest number of entries of rank_pattern and alpha_pattern."""
 
 Targets: TypeAlias = Expression | frozenset[str]
 """Modules by a regular expression, or by names or ends of names."""
+Biases: TypeAlias = Literal["none", "lora_only", "all"]
 ALL_LINEAR = "all-linear"
 _MOST_NUMBER = 1e9
 _MOST_LISTS = 16
@@ -59,6 +58,10 @@ class PeftConfig:
     """Names of the lists of layers; empty for any."""
     has_bias: bool = False
     """Whether `lora_B` has a bias (lora_bias)."""
+    has_magnitude: bool = False
+    """Whether modules have lengths of their rows (DoRA)."""
+    biases: Biases = "none"
+    """The modules that have other biases of their own than the model."""
 
     def rank_of(self, module: str) -> int:
         return int(_pattern_value(self.rank_pattern, module, self.rank))
@@ -116,6 +119,8 @@ def read_peft_config(content: bytes) -> PeftConfig:
         layers=reader.layers(),
         layers_pattern=reader.layer_lists(),
         has_bias=reader.flag("lora_bias"),
+        has_magnitude=reader.flag("use_dora"),
+        biases=reader.biases(),
     )
     reader.finish()
     return config
@@ -148,6 +153,13 @@ class _Reader:
         if value is not None and not isinstance(value, bool):
             raise _wrong(name, "true or false")
         return bool(value)
+
+    def biases(self) -> Biases:
+        value = self._values.pop("bias", "none")
+        if value not in get_args(Biases):
+            raise _wrong("bias", f"one of {', '.join(get_args(Biases))}")
+        found: Biases = value
+        return found
 
     def targets(self) -> Targets | None:
         if self._values.get("target_modules") == ALL_LINEAR:
@@ -198,8 +210,6 @@ class _Reader:
                 f"{CONFIG_FILE}: init_lora_weights {start!r:.80} changes the base model's weights, which are shared; "
                 "convert the adapter to a plain one with PEFT (path_initial_model_for_weight_conversion)"
             )
-        if self._values.get("bias") == "none":
-            del self._values["bias"]
         if wrong := next((name for name, value in self._values.items() if value not in (None, False, [], {}, "")), ""):
             advice = _ADVICE.get(wrong, "merge the adapter into the model, or train it without this option")
             raise ModelError(f"{CONFIG_FILE}: {wrong!r:.80} is not supported; {advice}")

@@ -12,12 +12,16 @@ from paceline.core.adapters import TENSORS_FILE
 from paceline.core.errors import ModelError
 from paceline.models.adapters.safetensors_file import tensors_of
 
-_KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)\.(weight|bias)")
+_KEY = re.compile(
+    r"(?:base_model\.model\.)?(?P<module>.+?)\."
+    r"((?P<down>lora_A\.weight)|(?P<up>lora_B\.weight)|(?P<bias>lora_B\.bias)"
+    r"|(?P<magnitude>lora_magnitude_vector(\.weight)?)|(?P<own_bias>(base_layer\.)?bias))"
+)
 _REFUSED = {
-    "lora_magnitude_vector": "DoRA is not supported; merge the adapter into the model",
     "lora_embedding_": "adapters of embeddings are not supported; merge the adapter into the model",
     "modules_to_save": "whole modules are not supported; merge the adapter into the model",
-    "base_layer": "adapters of experts' parameters are not supported; merge the adapter into the model",
+    "base_layer.lora": "adapters of experts' parameters are not supported; merge the adapter into the model",
+    "base_layer.weight": "whole matrices are not supported; merge the adapter into the model",
 }
 """Reasons for which tensors are refused, by a part of their keys."""
 
@@ -26,12 +30,16 @@ _REFUSED = {
 class ModuleTensors:
     """The tensors of one module."""
 
-    down: Tensor
-    """[rank, in]"""
-    up: Tensor
+    down: Tensor | None = None
+    """[rank, in]; None, as is `up`, if the module only has another bias of its own."""
+    up: Tensor | None = None
     """[out, rank]"""
-    bias: Tensor | None
-    """[out]"""
+    bias: Tensor | None = None
+    """[out]: the bias of `up`."""
+    magnitude: Tensor | None = None
+    """[out]: the lengths of the rows of the whole matrix (DoRA)."""
+    own_bias: Tensor | None = None
+    """[out]: what replaces the bias of the module itself."""
 
 
 def read_tensors(content: bytearray) -> dict[str, ModuleTensors]:
@@ -42,22 +50,23 @@ def read_tensors(content: bytearray) -> dict[str, ModuleTensors]:
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors_of(content):
         module, part = _read_key(key)
-        _check_tensor(key, tensor, dimensions=1 if part == "Bbias" else 2)
+        _check_tensor(key, tensor, dimensions=2 if part in ("down", "up") else 1)
         if modules.setdefault(module, {}).setdefault(part, tensor) is not tensor:
-            raise ModelError(f"{TENSORS_FILE}: {key} is there twice, with and without the beginning base_model.model")
+            raise ModelError(f"{TENSORS_FILE}: {key} is there twice, with other spellings")
     if not modules:
         raise ModelError(f"{TENSORS_FILE} has no tensors")
     return dict(_complete(modules))
 
 
 def _read_key(key: str) -> tuple[str, str]:
-    """Return the module of a tensor, and which of its tensors it is: "Aweight", "Bweight" or "Bbias"."""
+    """Return the module of a tensor, and which of its tensors it is, as a field of `ModuleTensors`."""
     if reason := next((reason for part, reason in _REFUSED.items() if part in key), ""):
         raise ModelError(f"{TENSORS_FILE}: {key}: {reason}")
     match = _KEY.fullmatch(key)
-    if match is None or match[2] + match[3] == "Abias":
+    if match is None:
         raise ModelError(f"{TENSORS_FILE}: {key} is no tensor of a LoRA adapter of linear layers")
-    return match[1], match[2] + match[3]
+    parts = "down", "up", "bias", "magnitude", "own_bias"
+    return match["module"], next(part for part in parts if match[part])
 
 
 def _check_tensor(key: str, tensor: Tensor, dimensions: int) -> None:
@@ -69,8 +78,8 @@ def _check_tensor(key: str, tensor: Tensor, dimensions: int) -> None:
 
 def _complete(modules: dict[str, dict[str, Tensor]]) -> Iterator[tuple[str, ModuleTensors]]:
     for module, parts in modules.items():
-        down, up = parts.get("Aweight"), parts.get("Bweight")
-        if down is None or up is None:
-            missing = "lora_A" if down is None else "lora_B"
-            raise ModelError(f"{TENSORS_FILE}: the module {module} has no {missing}")
-        yield module, ModuleTensors(down, up, parts.get("Bbias"))
+        if parts.keys() != {"own_bias"}:
+            for part, name in (("down", "lora_A"), ("up", "lora_B")):
+                if part not in parts:
+                    raise ModelError(f"{TENSORS_FILE}: the module {module} has no {name}")
+        yield module, ModuleTensors(**parts)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from paceline.core.adapters import AdapterFiles, read_adapter_files
 from paceline.core.errors import ModelError
-from paceline.models.adapters.linears import NamedLinear, NamedLinears
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.loading import (
     AdapterRules,
     LoadedAdapter,
@@ -26,23 +27,12 @@ from paceline.models.adapters.loading import (
 )
 from paceline.models.adapters.peft_config import read_peft_config
 from tests.adapters import write_files
-from tests.fuzz.adapters import Damage, check
+from tests.fuzz.adapters import Damage, check, layers
 
 SIZE = 8
 
 
-class Layer:
-    adapters = None
-
-
-def layers() -> list[NamedLinear]:
-    """Return the layers of a small model. Half of its modules are two layers, with their outputs in another order."""
-    noted = NamedLinears()
-    for layer in range(2):
-        begin = f"model.layers.{layer}.self_attn"
-        noted.note(f"{begin}.q_proj", [Layer(), Layer()], SIZE, (4, 2), [5, 4, 3, 2, 1, 0])
-        noted.note(f"{begin}.o_proj", [Layer()], 6, [SIZE])
-    return noted.layers
+BASE = BaseWeights(ReferenceKernels())
 
 
 def tensors(rank: int = 2, begin: str = "base_model.model.model.") -> dict[str, Tensor]:
@@ -56,6 +46,7 @@ def tensors(rank: int = 2, begin: str = "base_model.model.model.") -> dict[str, 
 
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -63,7 +54,7 @@ def load(
     folder: Path, changed: dict[str, Any] | None = None, own: dict[str, Tensor] | None = None, **rules: Any
 ) -> LoadedAdapter:
     write_files(folder, {**CONFIG, **(changed or {})}, tensors() if own is None else own)
-    return load_adapter(read_adapter_files(folder), layers(), torch.float32, AdapterRules(**rules))
+    return load_adapter(read_adapter_files(folder), layers(), torch.float32, AdapterRules(**rules), BASE)
 
 
 @pytest.mark.parametrize("begin", ["base_model.model.model.", "base_model.model.model.language_model.", "model."])
@@ -86,9 +77,10 @@ def without(key: str) -> dict[str, Tensor]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
-    "DoRA": ({"use_dora": True}, tensors, "use_dora"),
+    "DoRA without magnitudes": ({"use_dora": True}, tensors, "use_dora"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, tensors, "modules_to_save"),
-    "biases": ({"bias": "lora_only"}, tensors, "bias"),
+    "biases of a model without them": ({"bias": "all"}, lambda: {**tensors(), f"{Q}.bias": torch.ones(6)}, "bias"),
+    "biases of an unknown kind": ({"bias": "some"}, tensors, "bias"),
     "experts": ({"target_parameters": ["experts.gate_up_proj"]}, tensors, "target_parameters"),
     "tokens": ({"trainable_token_indices": [1]}, tensors, "trainable_token_indices"),
     "PiSSA": ({"init_lora_weights": "pissa"}, tensors, "pissa"),
@@ -114,7 +106,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         "lm_head",
     ),
     "embeddings": ({}, lambda: {**tensors(), "base_model.model.embed.lora_embedding_A": torch.ones(2, 4)}, "embedding"),
-    "magnitudes": ({}, lambda: {**tensors(), "x.lora_magnitude_vector": torch.ones(2)}, "DoRA"),
+    "magnitudes": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(6)}, "use_dora"),
+    "magnitudes of another size": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(5)}, "[5]"),
+    "two spellings": ({}, lambda: {**tensors(), **tensors(begin="base_model.model.language_model.")}, "twice"),
+    "a whole matrix": ({}, lambda: {**tensors(), f"{Q}.base_layer.weight": torch.ones(6, 8)}, "whole matrices"),
     "parameters of experts": ({}, lambda: {**tensors(), "x.base_layer.lora_A.weight": torch.ones(2, 2)}, "experts"),
     "another tensor": ({}, lambda: {**tensors(), "base_model.model.norm.weight": torch.ones(2)}, "norm.weight"),
     "NaN": ({}, lambda: {**tensors(), Q0: torch.full((2, SIZE), float("nan"))}, "NaN"),
@@ -219,7 +214,7 @@ HEADERS = [
 def test_hostile_headers_are_refused(content: bytes) -> None:
     files = AdapterFiles(json.dumps(CONFIG).encode(), bytearray(content))
     with pytest.raises(ModelError, match="safetensors"):
-        load_adapter(files, layers(), torch.float32, AdapterRules())
+        load_adapter(files, layers(), torch.float32, AdapterRules(), BASE)
 
 
 def file_of(entries: list[tuple[str, object]], data: bytes, text: str = "") -> bytes:
@@ -241,7 +236,7 @@ def entries_of(own: dict[str, Tensor]) -> tuple[list[tuple[str, Any]], bytes]:
 
 def load_file(content: bytes, config: dict[str, Any] = CONFIG) -> LoadedAdapter:
     files = AdapterFiles(json.dumps(config).encode(), bytearray(content))
-    return load_adapter(files, layers(), torch.float32, AdapterRules())
+    return load_adapter(files, layers(), torch.float32, AdapterRules(), BASE)
 
 
 def test_tensors_at_odd_places_are_read() -> None:
@@ -312,7 +307,7 @@ def test_numbers_that_are_too_large_for_their_type_are_refused(tmp_path: Path) -
     own = {**tensors(), Q0: torch.full((2, SIZE), 3.4e38)}
     assert load(tmp_path, own=own).parts[0] is not None
     with pytest.raises(ModelError, match="--lora-dtype"):
-        load_adapter(read_adapter_files(tmp_path), layers(), torch.bfloat16, AdapterRules())
+        load_adapter(read_adapter_files(tmp_path), layers(), torch.bfloat16, AdapterRules(), BASE)
 
 
 def test_a_path_that_cannot_be_one_is_refused() -> None:
