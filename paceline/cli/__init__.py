@@ -17,6 +17,7 @@ from paceline.cli.parser import build_parser
 from paceline.cli.services import SERVICES, load_service_config, run_service
 from paceline.client import GatewayClient
 from paceline.core import env
+from paceline.core.adapters import adapter_folders
 from paceline.core.config import ServeConfig
 from paceline.core.config_source import load_config
 from paceline.core.errors import ConfigError, InvalidRequestError, ModelError, PacelineError
@@ -123,10 +124,14 @@ def _gateway(arguments: dict[str, Any]) -> GatewayClient:
 def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     from paceline.cli.footprint import report_prepared
     from paceline.models.sources.assets import link_folder, resolve_model
+    from paceline.models.sources.hub_adapter import adapter_folder
 
     # SIGTERM becomes an exception, so that a half-made folder is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     report = StatusLines(sys.stderr, is_relayed)
+    # Adapters come first, because they are small: their errors do not wait for the download of the model.
+    for place in adapter_folders(config).values():
+        adapter_folder(place, report)
     how = config.quantization, config.revision, config.model_impl, config.trust_remote_code, config.mmproj
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     if link is not None:

@@ -42,7 +42,7 @@ class Adapter:
     name: str
     """Name of the adapter in the API. KV blocks do not depend on it."""
     folder: str
-    """Absolute path of its folder."""
+    """Absolute path of its folder, or its name on the hub with a commit."""
     digest: bytes
     """Digest of the content; equal for equal files."""
 
@@ -135,6 +135,8 @@ def _opened(folder: Path, name: str, most: int) -> io.BufferedReader:
     try:
         # A pipe would otherwise wait for its writer.
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except ValueError:
+        raise ModelError(f"{str(path)!r:.200} is no path; an adapter is a folder as PEFT saves it") from None
     except OSError as error:
         advice = ""
         if name == TENSORS_FILE and (folder / "adapter_model.bin").exists():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.kernels.adapters import AdapterKernels
 from paceline.kernels.batch import AttentionBatch, GroupTables
 from paceline.kernels.caches import AnyCache, LayerCache
 from paceline.kernels.interface import HeadNorms, Kernels, Logits, NormKind
@@ -29,7 +30,7 @@ class Linear:
 
     def __init__(self, weight: PackedWeight, bias: Tensor | None, kernels: Kernels) -> None:
         self._weight = weight
-        self._bias = bias
+        self.bias = bias
         self._kernels = kernels
         self.adapters: LayerAdapters | None = None
 
@@ -77,10 +78,14 @@ class Linear:
         return linears
 
     def __call__(self, x: Tensor) -> Tensor:
-        y = self._kernels.linear(x, self._weight, self._bias)
+        y = self._kernels.linear(x, self._weight, self.bias)
         if self.adapters is not None:
             self.adapters.add(y, x)
         return y
+
+    def products(self, rows: Tensor, kernels: AdapterKernels) -> Tensor:
+        """Return the products of rows [n, in] of any dtype with the matrix, in the model's dtype: [n, out]."""
+        return kernels.linear(rows.to(self._weight.data.device, self._weight.dtype), self._weight)
 
 
 class RMSNorm:

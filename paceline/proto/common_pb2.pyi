@@ -570,6 +570,7 @@ class Adapter(_message.Message):
     name: _builtins.str
     """For messages to people. KV blocks do not depend on it."""
     folder: _builtins.str
+    """Absolute path, or org/name@commit on the hub."""
     digest: _builtins.bytes
     """Digest of the content (core/adapters.py), 32 bytes. Names of KV blocks depend on it."""
     def __init__(

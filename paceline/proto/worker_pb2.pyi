@@ -70,6 +70,29 @@ class ReadyReply(_message.Message):
 Global___ReadyReply: _TypeAlias = ReadyReply  # noqa: Y015
 
 @_typing.final
+class CheckAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    folder: _builtins.str
+    """Absolute path of its folder, or its name on the hub: org/name, or org/name@revision."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        folder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["folder", b"folder", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckAdapterRequest: _TypeAlias = CheckAdapterRequest  # noqa: Y015
+
+@_typing.final
 class SetRoleRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -407,6 +407,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
                 _registered_method=True)
+        self.CheckAdapter = channel.unary_unary(
+                '/paceline.v1.Maintenance/CheckAdapter',
+                request_serializer=paceline_dot_proto_dot_worker__pb2.CheckAdapterRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_common__pb2.Adapter.FromString,
+                _registered_method=True)
 
 
 class MaintenanceServicer:
@@ -435,6 +440,14 @@ class MaintenanceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CheckAdapter(self, request, context):
+        """Reads an adapter, and returns it with its digest and the place where workers find it. INVALID_ARGUMENT with the
+        reason if it cannot be served with this model. Called before the adapter gets a name, so that no request finds out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MaintenanceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -452,6 +465,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.Steps,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.StepsReply.SerializeToString,
+            ),
+            'CheckAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckAdapter,
+                    request_deserializer=paceline_dot_proto_dot_worker__pb2.CheckAdapterRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_common__pb2.Adapter.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -536,6 +554,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/Steps',
             paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.StepsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/CheckAdapter',
+            paceline_dot_proto_dot_worker__pb2.CheckAdapterRequest.SerializeToString,
+            paceline_dot_proto_dot_common__pb2.Adapter.FromString,
             options,
             channel_credentials,
             insecure,

@@ -223,6 +223,10 @@ class MaintenanceStub:
     """
     Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
     """Returns the newest steps of the engine, in order."""
+    CheckAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _common_pb2.Adapter]
+    """Reads an adapter, and returns it with its digest and the place where workers find it. INVALID_ARGUMENT with the
+    reason if it cannot be served with this model. Called before the adapter gets a name, so that no request finds out.
+    """
 
 @_typing.type_check_only
 class MaintenanceAsyncStub(MaintenanceStub):
@@ -237,6 +241,10 @@ class MaintenanceAsyncStub(MaintenanceStub):
     """
     Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
     """Returns the newest steps of the engine, in order."""
+    CheckAdapter: _aio.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _common_pb2.Adapter]  # type: ignore[assignment]
+    """Reads an adapter, and returns it with its digest and the place where workers find it. INVALID_ARGUMENT with the
+    reason if it cannot be served with this model. Called before the adapter gets a name, so that no request finds out.
+    """
 
 class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     """What operators and the planner ask of a prefill, decode or standby worker."""
@@ -266,5 +274,15 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.StepsReply, _abc.Awaitable[_worker_pb2.StepsReply]]:
         """Returns the newest steps of the engine, in order."""
+
+    @_abc_1.abstractmethod
+    def CheckAdapter(
+        self,
+        request: _worker_pb2.CheckAdapterRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.Adapter, _abc.Awaitable[_common_pb2.Adapter]]:
+        """Reads an adapter, and returns it with its digest and the place where workers find it. INVALID_ARGUMENT with the
+        reason if it cannot be served with this model. Called before the adapter gets a name, so that no request finds out.
+        """
 
 def add_MaintenanceServicer_to_server(servicer: MaintenanceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,7 +13,7 @@ from paceline.kernels.native.library import instruction_sets
 
 SIZES = [(48, 80), (100, 33), (16, 200)]
 RANKS = (8, 3, 1, 17)
-"""Ranks of the adapters in the slots. The last adapter has a bias."""
+"""Ranks of the adapters in the slots. The last two adapters have factors, and the last one has a bias."""
 
 
 def make_table(size_in: int, size_out: int, dtype: torch.dtype) -> AdapterTable:
@@ -22,8 +22,9 @@ def make_table(size_in: int, size_out: int, dtype: torch.dtype) -> AdapterTable:
     for slot, rank in enumerate(RANKS):
         down, up = (torch.randn(rank, size, generator=generator, device="cpu") for size in (size_in, size_out))
         bias = torch.randn(size_out, generator=generator, device="cpu").to(dtype) if slot == 3 else None
+        factors = torch.rand(size_out, generator=generator, device="cpu") + 0.5 if slot >= 2 else None
         # The second layer has no part of any adapter.
-        table.place(slot, [LowRank(down.to(dtype), up.to(dtype), 0.3 * (slot + 1), bias), None])
+        table.place(slot, [LowRank(down.to(dtype), up.to(dtype), 0.3 * (slot + 1), bias, factors), None])
     return table
 
 
@@ -52,6 +53,7 @@ def test_rows_get_the_products_of_their_adapters(
             part = table.layers[0].parts[slot]
             assert part is not None
             added = x[row].double() @ part.down.double().T @ part.up.double()
+            wanted[row] *= 1 if part.factors is None else part.factors.double()
             wanted[row] += part.scale * (added + (0 if part.bias is None else part.bias.double()))
     found, other = y.clone(), y.clone()
     kernels.adapt(found, x, table.layers[0], rows)

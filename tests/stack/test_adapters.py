@@ -36,6 +36,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
         write_adapter(folder / name, reference, seed=seed, size=3.0)
         changed = merged(reference, folder / name)
         tokens[name] = [generated(changed, prompt) for prompt in ASKED]
+    write_adapter(folder / "misfit", write_tiny(folder / "other", "llama", hidden_size=96))
     assert len({str(own) for each in tokens.values() for own in each}) == len(ASKED) * len(tokens)
     return tokens
 
@@ -70,6 +71,11 @@ async def test_adapters_are_served_beside_their_model(
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "adapters"
     async with httpx.AsyncClient(base_url=stack.url, timeout=120) as client:
+        misfit = await client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(folder / "misfit")}
+        )
+        assert misfit.status_code == 400
+        assert "lora_A and lora_B are" in misfit.text
         load = {"lora_name": "three", "lora_path": str(folder / "three")}
         assert (await client.post("/v1/load_lora_adapter", json=load)).status_code == 200
         cards = (await client.get("/v1/models")).json()["data"]

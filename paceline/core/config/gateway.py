@@ -7,6 +7,7 @@ from pydantic import model_validator
 from paceline.core.adapters import adapter_folders
 from paceline.core.config.http import HttpOptions
 from paceline.core.config.service import GenerationConfig, RouterMode, ServiceConfig
+from paceline.core.errors import ConfigError
 from paceline.core.options import Size, option
 from paceline.core.pooling_choice import Convert
 
@@ -86,7 +87,13 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     lora_modules: str = option(
         "",
         "adapters by name: NAME=FOLDER,OTHER=FOLDER, or JSON objects with name and path. A request names an adapter as "
-        "its model",
+        "its model. serve and prepare also take names on the hub: org/name, or org/name@revision",
+        "model",
+    )
+    lora_dir: str = option(
+        "",
+        "folder whose subfolders are adapters, each with the name of its subfolder. Subfolders that come, change or go "
+        "are followed while the gateway runs",
         "model",
     )
     max_logprobs: int = option(
@@ -307,4 +314,6 @@ class GatewayConfig(ServiceConfig, HttpOptions):
     @model_validator(mode="after")
     def _check_adapters(self) -> GatewayConfig:
         adapter_folders(self)
+        if self.lora_dir and not self.enable_lora:
+            raise ConfigError("--lora-dir needs --enable-lora")
         return self

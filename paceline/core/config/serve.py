@@ -63,6 +63,7 @@ class ServeConfig(PlannerOptions):
     trust_remote_code: bool = same_option(WorkerConfig, "trust_remote_code")
     enable_lora: bool = same_option(GatewayConfig, "enable_lora")
     lora_modules: str = same_option(GatewayConfig, "lora_modules")
+    lora_dir: str = same_option(GatewayConfig, "lora_dir")
     max_loras: int = same_option(WorkerConfig, "max_loras")
     max_lora_rank: int = same_option(WorkerConfig, "max_lora_rank")
     max_cpu_loras: int = same_option(WorkerConfig, "max_cpu_loras")
@@ -206,6 +207,8 @@ PREPARE_OPTIONS = (
     "kv_cache_dtype_skip_layers",
     "model_impl",
     "trust_remote_code",
+    "enable_lora",
+    "lora_modules",
 )
 """Options of `serve` that its command `prepare` also has."""
 CACHE_OPTIONS = ("cache_dir", "cache_size")

@@ -66,6 +66,9 @@ class NativeKernels(NativeAdapters, NativeEncoding, NativeExperts, NativeRecurre
         # Kernels with AMX read nibbles in an order of their own.
         self.quantized_packing = self.packing + ("-amx" if self.instruction_set == "amx" else "")
 
+    def aside(self) -> NativeKernels:
+        return NativeKernels(1, self.instruction_set, self.compresses)
+
     @property
     def chooser(self) -> NativeChooser:
         return NativeChooser(self)

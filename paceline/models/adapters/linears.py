@@ -38,6 +38,11 @@ class Adaptable(Protocol):
 
     adapters: LayerAdapters | None
     """None if the model takes no adapters."""
+    bias: Tensor | None
+    """[out]"""
+
+    def products(self, rows: Tensor, kernels: AdapterKernels) -> Tensor:
+        """Return the products of rows [n, in] with the layer's matrix: [n, out]."""
 
 
 @dataclass(frozen=True, slots=True)

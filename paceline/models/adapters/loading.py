@@ -10,12 +10,16 @@ import torch
 from paceline.core.adapters import CONFIG_FILE, TENSORS_FILE, AdapterFiles
 from paceline.core.errors import ModelError
 from paceline.kernels.adapters import LowRank
+from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.linears import NamedLinear
+from paceline.models.adapters.parts import make_part
 from paceline.models.adapters.peft_config import PeftConfig, read_peft_config
 from paceline.models.adapters.peft_tensors import ModuleTensors, read_tensors
 
 _PLACES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """Spellings of the beginning of a text model's modules. An adapter may have another one than the checkpoint."""
+_HEADER_BYTES = 2048
+"""Largest size of what the header says about one module."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Names of several modules together, which vLLM gives its own fused layers."""
 
@@ -51,18 +55,22 @@ def target_modules(names: Collection[str]) -> frozenset[str]:
 
 
 def most_adapter_bytes(linears: Sequence[NamedLinear], most_rank: int) -> int:
-    """Return the largest size of adapter_model.safetensors: tensors of all modules in fp32, and a header."""
+    """Return the largest size of adapter_model.safetensors: tensors of all modules in fp32, and a header.
+
+    Besides its two matrices, a module may have two biases and magnitudes.
+    """
     modules = {each.name: each.size_in + each.module_outputs for each in linears}
-    return 4 * (most_rank + 1) * sum(modules.values()) + (1 << 20)
+    return 4 * (most_rank + 3) * sum(modules.values()) + (1 << 20) + _HEADER_BYTES * len(modules)
 
 
 def load_adapter(
-    files: AdapterFiles, linears: Sequence[NamedLinear], dtype: torch.dtype, rules: AdapterRules
+    files: AdapterFiles, linears: Sequence[NamedLinear], dtype: torch.dtype, rules: AdapterRules, base: BaseWeights
 ) -> LoadedAdapter:
     """Return an adapter for a model with these linear layers.
 
     Args:
         dtype: dtype of the adapter in memory.
+        base: the matrices of these layers.
 
     Raises:
         ModelError: the adapter is damaged, does not fit the model, or has a setting that is not supported. The message
@@ -82,18 +90,13 @@ def load_adapter(
             if rank > rules.most_rank:
                 raise ModelError(f"{module} has the rank {rank}; raise --max-lora-rank, which is {rules.most_rank}")
             for index in found:
-                parts[index] = _part(own, config.scale_of(module), linears[index], dtype)
+                if parts[index] is not None:
+                    raise ModelError(f"{TENSORS_FILE} has tensors for {module} twice, with different beginnings")
+                parts[index] = part = make_part(own, config.scale_of(module), linears[index], dtype, base)
+                if not part.is_finite:
+                    raise ModelError(f"{module}: numbers are too large for {dtype}; choose another --lora-dtype")
     _check_complete(config, tensors, places)
     return LoadedAdapter(files.digest, tuple(parts))
-
-
-def _part(own: ModuleTensors, scale: float, linear: NamedLinear, dtype: torch.dtype) -> LowRank:
-    of = linear.outputs
-    outputs = slice(of.start, of.stop) if isinstance(of, range) else torch.tensor(of)
-    # Copies, because a view would keep the whole file in memory.
-    down, up = own.down.to(dtype, copy=True), own.up[outputs].T.to(dtype).clone(memory_format=torch.contiguous_format)
-    bias = None if own.bias is None else own.bias[outputs].to(dtype, copy=True)
-    return LowRank(down, up, scale, bias)
 
 
 def _plain(module: str) -> str:
@@ -114,19 +117,44 @@ def _no_such_layer(module: str) -> ModelError:
 
 
 def _check_module(module: str, own: ModuleTensors, config: PeftConfig, linear: NamedLinear) -> int:
-    """Return the rank of a module's adapter. Raises ModelError if its tensors do not fit the settings or the model."""
+    """Return the rank of a module's adapter, or 0 if only its bias changes.
+
+    Raises ModelError if its tensors do not fit the settings or the model.
+    """
+    outputs = linear.module_outputs
+    for name, vector in (("lora_B.bias", own.bias), ("magnitudes", own.magnitude), ("bias", own.own_bias)):
+        if vector is not None and list(vector.shape) != [outputs]:
+            raise ModelError(f"{module}: its {name} has the shape {list(vector.shape)}, not {[outputs]}")
+    _check_bias(module, own, config, linear)
+    if own.down is None or own.up is None:
+        return 0
     if not config.targets_module(module):
         raise ModelError(f"{TENSORS_FILE} has tensors for {module}, which {CONFIG_FILE} does not target")
     rank = len(own.down)
-    wanted = [rank, linear.size_in], [linear.module_outputs, rank]
+    wanted = [rank, linear.size_in], [outputs, rank]
     found = list(own.down.shape), list(own.up.shape)
-    if found != wanted or (own.bias is not None and list(own.bias.shape) != [linear.module_outputs]):
+    if found != wanted:
         raise ModelError(f"{module}: lora_A and lora_B are {found[0]} and {found[1]}, not {wanted[0]} and {wanted[1]}")
     if rank != config.rank_of(module):
         raise ModelError(f"{module} has the rank {rank}, and {CONFIG_FILE} says {config.rank_of(module)}")
     if (own.bias is not None) != config.has_bias:
         raise ModelError(f"{module}: lora_bias of {CONFIG_FILE} contradicts the tensors")
+    if (own.magnitude is not None) != config.has_magnitude:
+        raise ModelError(f"{module}: use_dora of {CONFIG_FILE} contradicts the tensors")
     return rank
+
+
+def _check_bias(module: str, own: ModuleTensors, config: PeftConfig, linear: NamedLinear) -> None:
+    """Raise ModelError if a module has another bias than settings say, or one that the model lacks."""
+    only_bias = own.down is None
+    is_wanted = linear.linear.bias is not None and config.biases != "none"
+    if own.own_bias is None:
+        if is_wanted:
+            raise ModelError(f"{CONFIG_FILE}: bias is {config.biases}, and {TENSORS_FILE} has none for {module}")
+    elif not is_wanted or (only_bias and config.biases != "all"):
+        raise ModelError(
+            f"{TENSORS_FILE} has a bias of {module}, which the model has not, or which bias of {CONFIG_FILE} leaves out"
+        )
 
 
 def _check_complete(
@@ -137,5 +165,6 @@ def _check_complete(
     beginning = first.removesuffix(_plain(first))
     for name in places:
         spelled = beginning + name
-        if spelled not in tensors and config.targets_module(spelled):
+        own = tensors.get(spelled)
+        if (own is None or own.down is None) and config.targets_module(spelled):
             raise ModelError(f"{CONFIG_FILE} targets {spelled}, and {TENSORS_FILE} has no tensors for it")

@@ -12,6 +12,7 @@ from paceline.core.adapters import read_adapter_files
 from paceline.core.errors import ModelError
 from paceline.kernels.adapters import AdapterTable
 from paceline.kernels.interface import Kernels
+from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.linears import LayerAdapters, NamedLinear, PassAdapters
 from paceline.models.adapters.loading import AdapterRules, LoadedAdapter, load_adapter, most_adapter_bytes
 
@@ -38,6 +39,7 @@ class ModelAdapters:
         self.passing = PassAdapters()
         self.linears = tuple(linears)
         self._rules = rules
+        self._base = BaseWeights(kernels)
         self._dtype = dtype
         self._known: WeakValueDictionary[bytes, LoadedAdapter] = WeakValueDictionary()
         """Adapters by their digests, while a request, a slot or the worker keeps them."""
@@ -58,7 +60,7 @@ class ModelAdapters:
         if digest and files.digest != digest:
             raise ModelError(f"the adapter in {folder} has changed since it was named; load it again")
         try:
-            adapter = load_adapter(files, self.linears, self._dtype, self._rules)
+            adapter = load_adapter(files, self.linears, self._dtype, self._rules, self._base)
         except ModelError as error:
             raise ModelError(f"the adapter in {folder} cannot be served: {error}") from error
         self._known[adapter.digest] = adapter

@@ -32,6 +32,7 @@ from paceline.services.common.registry import Member, Registrar
 from paceline.services.common.seals import Seal
 from paceline.services.common.secret import Secret
 from paceline.services.gateway.fleet.adapter_book import AdapterBook
+from paceline.services.gateway.fleet.adapter_watch import AdapterWatch
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.http.errors import ApiError
@@ -125,6 +126,8 @@ class ModelFleet:
             count_ignored=self.metrics.members_ignored.inc,
             on_refresh=self._follow_fleet,
         )
+        models = shared.abilities.keys()
+        self._watch = AdapterWatch(config, self.fleet, self.adapters, models, self.name_adapter, self.forget_adapter)
         self._placements = PlacementLog(shared.redis, config.cluster)
         self._prefixes = PrefixIndex()
         self._block_feed = BlockFeed(
@@ -179,10 +182,12 @@ class ModelFleet:
         self._placements.start()
         self.console.start()
         await self._registrar.start()
+        self._watch.start()
 
     async def close(self) -> None:
         """End all requests of this model and release everything that belongs to it."""
         self.runner.abort()
+        await self._watch.close()
         await self.console.close()
         await self._registrar.stop()
         await self._placements.close()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
+from paceline.core.adapters import adapter_folders
 from paceline.core.config import ServeConfig
 from paceline.core.machine import available_memory
 from paceline.core.speculative import parse_speculative_config, with_draft_folder
 from paceline.models.draft import is_draft_name
 from paceline.models.files.folder_lease import FolderLease, lease_model
+from paceline.models.sources.hub_adapter import cached_adapter
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.secret import read_secret
 from paceline.services.serve import checks
@@ -81,6 +84,10 @@ class ModelStack:
             self.config = config.model_copy(update={"speculative_config": text})
         self.folder = await self._processes.prepare(f"{self._label}prepare", config)
         self._leases.append(lease_model(self.folder))
+        if found := {name: str(cached_adapter(place)) for name, place in adapter_folders(config).items()}:
+            # All services read the same folders, also if the hub has other content later.
+            modules = [{"name": name, "path": path} for name, path in found.items()]
+            self.config = self.config.model_copy(update={"lora_modules": json.dumps(modules)})
         self._roles = checks.roles_of(self.config, self.folder)
         checks.check_roles(self.config, self._roles, checks.named_roles(self.config, self._shared))
         others = dict.fromkeys({*get_args(Role)}.difference(self._roles), 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from paceline.core.machine import yield_to_others
 from paceline.core.metrics import Family, Sample
 from paceline.models.adapters.loading import LoadedAdapter
 from paceline.models.adapters.model_adapters import ModelAdapters
+from paceline.models.sources.hub_adapter import HubAdapter, adapter_folder, parse_hub_adapter
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import AdapterReport
 from paceline.services.worker.adapter_times import AdapterTimes
@@ -28,6 +31,8 @@ ANSWER_SECONDS = 5.0
 counts as failed. The reading goes on, and a later attempt finds the adapter."""
 MOST_REPORTED = 512
 """Largest number of adapters in a report. Those that were used longest ago are left out."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +75,24 @@ class AdapterStore:
         """Read adapters once, to find errors. Raises ModelError."""
         for folder in folders:
             assert self._adapters is not None
-            self._adapters.read(Path(folder).expanduser())
+            self._adapters.read(adapter_folder(folder, log.info))
+
+    async def examine(self, name: str, folder: str) -> pb.Adapter:
+        """Read an adapter that is about to get a name, and return it with its digest. It does not stay in memory.
+
+        Args:
+            folder: its folder, or its name on the hub. The result has the hub's commit in place of a branch.
+
+        Raises:
+            InvalidRequestError: the adapter cannot be served.
+            UnavailableError: the worker takes no adapters.
+        """
+        adapters = self._needed()
+        if (hub := parse_hub_adapter(folder)) is not None:
+            place = await self._found(name, folder)
+            folder = str(HubAdapter(hub.repository, place.name))
+        found = await self._read(adapters, pb.Adapter(name=name, folder=folder))
+        return pb.Adapter(name=name, folder=folder, digest=found.digest)
 
     @contextlib.asynccontextmanager
     async def holding(self, work: pb.Work, seconds: float | None = None) -> AsyncIterator[None]:
@@ -102,9 +124,7 @@ class AdapterStore:
 
     def _find(self, wanted: pb.Adapter, seconds: float | None) -> _Held:
         """Return the adapter that a request wants. If it is not in memory, begin to read it."""
-        if self._adapters is None:
-            raise UnavailableError("this worker takes no adapters, because it was started without --enable-lora")
-        digest = wanted.digest
+        adapters, digest = self._needed(), wanted.digest
         if len(digest) != DIGEST_BYTES:  # names of blocks would not tell its content
             raise InvalidRequestError(f"the digest of an adapter has {DIGEST_BYTES} bytes", "model")
         held = self._held.pop(digest, None)
@@ -114,11 +134,17 @@ class AdapterStore:
                 time_left = f"the request ends in {seconds:.1f} s"
                 raise BusyError(f"this worker takes about {needed:.1f} s to read the adapter, and {time_left}")
             self._make_room()
-            loading = asyncio.ensure_future(self._read(self._adapters, wanted))
+            loading = asyncio.ensure_future(self._read(adapters, wanted))
             held = _Held(loading)
             loading.add_done_callback(lambda _: self._drop_failed(digest, held))
         self._held[digest] = held
         return held
+
+    def _needed(self) -> ModelAdapters:
+        """Return the model's adapters. Raises UnavailableError if the worker takes none."""
+        if self._adapters is None:
+            raise UnavailableError("this worker takes no adapters, because it was started without --enable-lora")
+        return self._adapters
 
     def _make_room(self) -> None:
         if len(self._held) < self._most:
@@ -133,12 +159,23 @@ class AdapterStore:
 
     async def _read(self, adapters: ModelAdapters, wanted: pb.Adapter) -> LoadedAdapter:
         loop = asyncio.get_running_loop()
+        folder = await self._found(wanted.name, wanted.folder)
         try:
-            found, seconds = await loop.run_in_executor(self._thread, _timed_read, adapters, wanted)
+            found, seconds = await loop.run_in_executor(self._thread, _timed_read, adapters, folder, wanted.digest)
         except ModelError as error:
             raise InvalidRequestError(f"{wanted.name}: {error}", "model") from error
         self._times.note(seconds)
         return found
+
+    async def _found(self, name: str, place: str) -> Path:
+        """Return the folder of an adapter, which may have to be downloaded. Raises InvalidRequestError."""
+        if os.path.isabs(place):
+            return Path(place)
+        try:
+            # Adapters of other requests are read meanwhile.
+            return await asyncio.to_thread(adapter_folder, place, log.info)
+        except ModelError as error:
+            raise InvalidRequestError(f"{name}: {error}", "model") from error
 
     def _drop_failed(self, digest: bytes, held: _Held) -> None:
         failed = held.loaded.cancelled() or held.loaded.exception() is not None
@@ -167,10 +204,10 @@ class AdapterStore:
             yield from self._times.samples()
 
 
-def _timed_read(adapters: ModelAdapters, wanted: pb.Adapter) -> tuple[LoadedAdapter, float]:
+def _timed_read(adapters: ModelAdapters, folder: Path, digest: bytes) -> tuple[LoadedAdapter, float]:
     """Read an adapter. Return it with the time that this took, in seconds. Raises ModelError."""
     began = time.monotonic()
-    return adapters.read(Path(wanted.folder), wanted.digest), time.monotonic() - began
+    return adapters.read(folder, digest), time.monotonic() - began
 
 
 async def _arrived(held: _Held, seconds: float | None) -> None:

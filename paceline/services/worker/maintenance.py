@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import grpc.aio
 
-from paceline.proto import worker_pb2, worker_pb2_grpc
+from paceline.proto import common_pb2, worker_pb2, worker_pb2_grpc
 from paceline.services.common.rpc_errors import mapped_errors
 from paceline.services.worker.worker import Worker
 
 ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.ResetPoolReply]
 StepsContext = grpc.aio.ServicerContext[worker_pb2.StepsRequest, worker_pb2.StepsReply]
+AdapterContext = grpc.aio.ServicerContext[worker_pb2.CheckAdapterRequest, common_pb2.Adapter]
 RoleContext = grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleReply]
 
 
@@ -35,4 +36,11 @@ class MaintenanceService(worker_pb2_grpc.MaintenanceServicer):
     async def SetRole(self, request: worker_pb2.SetRoleRequest, context: RoleContext) -> worker_pb2.SetRoleReply:
         async with mapped_errors(context):
             return worker_pb2.SetRoleReply(epoch=self._worker.role.change(self._worker, request.role, request.epoch))
+        raise AssertionError("mapped_errors ended the call")
+
+    async def CheckAdapter(
+        self, request: worker_pb2.CheckAdapterRequest, context: AdapterContext
+    ) -> common_pb2.Adapter:
+        async with mapped_errors(context):
+            return await self._worker.adapters.examine(request.name, request.folder)
         raise AssertionError("mapped_errors ended the call")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import struct
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from paceline.core.adapters import AdapterFiles, read_adapter_files
 from paceline.core.errors import ModelError
-from paceline.models.adapters.linears import NamedLinear, NamedLinears
+from paceline.kernels.reference import ReferenceKernels
+from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.loading import (
     AdapterRules,
     LoadedAdapter,
@@ -27,22 +27,12 @@ from paceline.models.adapters.loading import (
 )
 from paceline.models.adapters.peft_config import read_peft_config
 from tests.adapters import write_files
+from tests.fuzz.adapters import Damage, check, layers
 
 SIZE = 8
 
 
-class Layer:
-    adapters = None
-
-
-def layers() -> list[NamedLinear]:
-    """Return the layers of a small model. Half of its modules are two layers, with their outputs in another order."""
-    noted = NamedLinears()
-    for layer in range(2):
-        begin = f"model.layers.{layer}.self_attn"
-        noted.note(f"{begin}.q_proj", [Layer(), Layer()], SIZE, (4, 2), [5, 4, 3, 2, 1, 0])
-        noted.note(f"{begin}.o_proj", [Layer()], 6, [SIZE])
-    return noted.layers
+BASE = BaseWeights(ReferenceKernels())
 
 
 def tensors(rank: int = 2, begin: str = "base_model.model.model.") -> dict[str, Tensor]:
@@ -56,6 +46,7 @@ def tensors(rank: int = 2, begin: str = "base_model.model.model.") -> dict[str, 
 
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
@@ -63,7 +54,7 @@ def load(
     folder: Path, changed: dict[str, Any] | None = None, own: dict[str, Tensor] | None = None, **rules: Any
 ) -> LoadedAdapter:
     write_files(folder, {**CONFIG, **(changed or {})}, tensors() if own is None else own)
-    return load_adapter(read_adapter_files(folder), layers(), torch.float32, AdapterRules(**rules))
+    return load_adapter(read_adapter_files(folder), layers(), torch.float32, AdapterRules(**rules), BASE)
 
 
 @pytest.mark.parametrize("begin", ["base_model.model.model.", "base_model.model.model.language_model.", "model."])
@@ -86,9 +77,10 @@ def without(key: str) -> dict[str, Tensor]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] = {
-    "DoRA": ({"use_dora": True}, tensors, "use_dora"),
+    "DoRA without magnitudes": ({"use_dora": True}, tensors, "use_dora"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, tensors, "modules_to_save"),
-    "biases": ({"bias": "lora_only"}, tensors, "bias"),
+    "biases of a model without them": ({"bias": "all"}, lambda: {**tensors(), f"{Q}.bias": torch.ones(6)}, "bias"),
+    "biases of an unknown kind": ({"bias": "some"}, tensors, "bias"),
     "experts": ({"target_parameters": ["experts.gate_up_proj"]}, tensors, "target_parameters"),
     "tokens": ({"trainable_token_indices": [1]}, tensors, "trainable_token_indices"),
     "PiSSA": ({"init_lora_weights": "pissa"}, tensors, "pissa"),
@@ -114,7 +106,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
         "lm_head",
     ),
     "embeddings": ({}, lambda: {**tensors(), "base_model.model.embed.lora_embedding_A": torch.ones(2, 4)}, "embedding"),
-    "magnitudes": ({}, lambda: {**tensors(), "x.lora_magnitude_vector": torch.ones(2)}, "DoRA"),
+    "magnitudes": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(6)}, "use_dora"),
+    "magnitudes of another size": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(5)}, "[5]"),
+    "two spellings": ({}, lambda: {**tensors(), **tensors(begin="base_model.model.language_model.")}, "twice"),
+    "a whole matrix": ({}, lambda: {**tensors(), f"{Q}.base_layer.weight": torch.ones(6, 8)}, "whole matrices"),
     "parameters of experts": ({}, lambda: {**tensors(), "x.base_layer.lora_A.weight": torch.ones(2, 2)}, "experts"),
     "another tensor": ({}, lambda: {**tensors(), "base_model.model.norm.weight": torch.ones(2)}, "norm.weight"),
     "NaN": ({}, lambda: {**tensors(), Q0: torch.full((2, SIZE), float("nan"))}, "NaN"),
@@ -186,18 +181,11 @@ def test_pickles_and_pipes_are_not_read(tmp_path: Path) -> None:
         read_adapter_files(tmp_path / "none")
 
 
-def test_any_damage_is_refused_or_harmless(tmp_path: Path) -> None:
-    write_files(tmp_path, CONFIG, tensors())
-    files, rng = read_adapter_files(tmp_path), random.Random(1)
-    (length,) = struct.unpack("<Q", files.tensors[:8])
-    for _ in range(300):
-        damaged = bytearray(files.tensors)
-        for _ in range(rng.randint(1, 4)):
-            damaged[rng.randrange(8 + length)] = rng.randrange(256)
-        if rng.random() < 0.3:
-            del damaged[rng.randrange(len(damaged)) :]
-        with contextlib.suppress(ModelError):
-            load_adapter(AdapterFiles(files.config, damaged), layers(), torch.float32, AdapterRules())
+def test_any_damage_is_refused_or_harmless() -> None:
+    damage = Damage(1)
+    torch.manual_seed(1)
+    outcomes = Counter(check(damage.files()) for _ in range(400))
+    assert min(outcomes["loaded"], outcomes["refused"]) > 20
 
 
 def header(**entry: object) -> bytes:
@@ -226,25 +214,105 @@ HEADERS = [
 def test_hostile_headers_are_refused(content: bytes) -> None:
     files = AdapterFiles(json.dumps(CONFIG).encode(), bytearray(content))
     with pytest.raises(ModelError, match="safetensors"):
-        load_adapter(files, layers(), torch.float32, AdapterRules())
+        load_adapter(files, layers(), torch.float32, AdapterRules(), BASE)
+
+
+def file_of(entries: list[tuple[str, object]], data: bytes, text: str = "") -> bytes:
+    """Return a safetensors file with these entries in its header, which may be there twice."""
+    header = "{" + ", ".join(f"{json.dumps(key)}: {json.dumps(entry)}" for key, entry in entries) + "}" + text
+    return struct.pack("<Q", len(header.encode())) + header.encode() + data
+
+
+def entries_of(own: dict[str, Tensor]) -> tuple[list[tuple[str, Any]], bytes]:
+    found: list[tuple[str, Any]] = []
+    data = b""
+    for key, tensor in own.items():
+        content = tensor.numpy().tobytes()
+        entry = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(content)]}
+        found.append((key, entry))
+        data += content
+    return found, data
+
+
+def load_file(content: bytes, config: dict[str, Any] = CONFIG) -> LoadedAdapter:
+    files = AdapterFiles(json.dumps(config).encode(), bytearray(content))
+    return load_adapter(files, layers(), torch.float32, AdapterRules(), BASE)
 
 
 def test_tensors_at_odd_places_are_read() -> None:
-    header = {}
-    data = b"\0"
-    for key, tensor in tensors().items():
-        content = tensor.numpy().tobytes()
-        header[key] = {
-            "dtype": "F32",
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(content)],
-        }
-        data += content
-    text = json.dumps(header).encode()
-    files = AdapterFiles(json.dumps(CONFIG).encode(), bytearray(struct.pack("<Q", len(text)) + text + data))
-    part = load_adapter(files, layers(), torch.float32, AdapterRules()).parts[0]
+    entries, data = entries_of(tensors())
+    plain = file_of(entries, data)
+    part = load_file(file_of(entries, data, " " * (1 - len(plain) % 2 + 2 * (len(plain) % 2)))).parts[0]
     assert part is not None
     assert torch.equal(part.down, tensors()[Q0])
+
+
+def test_each_byte_belongs_to_one_tensor() -> None:
+    entries, data = entries_of(tensors())
+    load_file(file_of(entries, data))
+    (key, first), *others = entries
+    second = entries[1][1]
+    moved = {**first, "data_offsets": [second["data_offsets"][0], second["data_offsets"][0] + 64]}
+    for name, content in {
+        "is there twice": file_of([*entries, entries[0]], data),
+        "overlaps": file_of([(key, moved), *others], data),
+        "bytes before it belong to none": file_of(others, data),
+        "more or fewer bytes": file_of(entries, data + bytes(4)),
+        "is no name": file_of([*entries, ("\ud800", second)], data),
+        "no shape": file_of([*entries, ("x", {**second, "shape": [10**30]})], data),
+    }.items():
+        with pytest.raises(ModelError, match=name) as caught:
+            load_file(content)
+        str(caught.value).encode()
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "an expression that never ends": ({"target_modules": "(a+)+(b|" + "x" * 5000 + ")"}, "target_modules"),
+    "a reference": ({"target_modules": r"(q|o)_proj\1"}, "bounded time"),
+    "a list of layers by expression": ({"layers_to_transform": 1, "layers_pattern": "(a+)+"}, "layers_pattern"),
+    "a number of lists": ({"layers_pattern": 5}, "layers_pattern"),
+    "numbers as names": ({"target_modules": [1]}, "target_modules"),
+    "an object as names": ({"exclude_modules": {"q_proj": 1}}, "exclude_modules"),
+    "layers by words": ({"layers_to_transform": ["1"]}, "layers_to_transform"),
+    "a flag of words": ({"use_rslora": "yes"}, "use_rslora"),
+    "a huge scale": ({"lora_alpha": -1e300}, "lora_alpha"),
+    "a huge rank": ({"r": 10**30}, "r must be"),
+    "ranks in a list": ({"rank_pattern": [1]}, "rank_pattern"),
+    "too many ranks": ({"rank_pattern": {f"x{index}": 1 for index in range(5000)}}, "rank_pattern"),
+    "deep values": ({"new_idea": [[[[1]]]]}, "new_idea"),
+    "a name that cannot be shown": ({"\ud800": 1}, "not supported"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_settings_of_a_wrong_form_are_refused(name: str) -> None:
+    changed, named = CONFIGS[name]
+    entries, data = entries_of(tensors())
+    with pytest.raises(ModelError) as caught:
+        load_file(file_of(entries, data), {**CONFIG, **changed})
+    assert named in str(caught.value)
+    assert len(str(caught.value).encode()) < 500
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"r": 1, "r": 2}', b"[" * 100_000, b"\xff\xfe{\0}\0", b"[]", b'{"r": ' + b"9" * 9999]
+)
+def test_settings_that_are_no_object_are_refused(content: bytes) -> None:
+    with pytest.raises(ModelError, match="adapter_config") as caught:
+        read_peft_config(content)
+    assert len(str(caught.value)) < 500
+
+
+def test_numbers_that_are_too_large_for_their_type_are_refused(tmp_path: Path) -> None:
+    own = {**tensors(), Q0: torch.full((2, SIZE), 3.4e38)}
+    assert load(tmp_path, own=own).parts[0] is not None
+    with pytest.raises(ModelError, match="--lora-dtype"):
+        load_adapter(read_adapter_files(tmp_path), layers(), torch.bfloat16, AdapterRules(), BASE)
+
+
+def test_a_path_that_cannot_be_one_is_refused() -> None:
+    with pytest.raises(ModelError, match="is no path"):
+        read_adapter_files(Path("/x\0y"))
 
 
 def test_layers_to_transform_are_counted_as_peft_does() -> None:

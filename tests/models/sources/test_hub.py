@@ -18,14 +18,17 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from paceline.core.adapters import Adapter, read_adapter
 from paceline.core.model_folder import read_model_files
 from paceline.core.pooling_files import pooling_files
 from paceline.core.pooling_folder import read_pooling_config
 from paceline.models.config import read_facts
 from paceline.models.identity import model_identity
+from paceline.models.sources.hub_adapter import HubAdapter, parse_hub_adapter
 from paceline.models.sources.hub_name import HubName, parse_hub_name
 from paceline.services.gateway.planning.media.processors.families import read_processor
 from paceline.services.gateway.planning.tokenizer import Tokenizer
+from tests.adapters import write_adapter
 from tests.models.fake_hub import COMMIT, FakeHub, serve_hub
 from tests.services.gateway.toy_model import write_toy_model
 from tests.services.pool.tiny_bert import write_tiny_bert
@@ -278,6 +281,51 @@ def test_the_cache_is_shared_with_other_tools(tmp_path: Path, hub: FakeHub, chec
     hub.requests.clear()
     assert folder_of(prepare("org/tiny")) == Path(theirs.stdout.strip())
     assert hub.fetched() == []
+
+
+def test_adapters_come_with_their_model(tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:
+    hub.add("org/tiny", checkpoint)
+    written = write_adapter(tmp_path / "adapter", write_tiny(tmp_path / "reference", "llama"))
+    (written / "optimizer.pt").write_bytes(b"x")
+    hub.add("org/sql", written)
+    options = ("org/tiny", "--enable-lora", "--lora-modules=sql=org/sql,chat=org/sql@v1")
+    assert folder_of(prepare(*options)).name == COMMIT
+    cached = tmp_path / "hf/hub/models--org--sql/snapshots" / COMMIT
+    assert sorted(path.name for path in cached.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert read_adapter("x", str(cached)) == Adapter("x", str(cached), read_adapter("x", str(written)).digest)
+    hub.requests.clear()
+    folder_of(prepare(*options, HF_HUB_OFFLINE="1"))
+    assert hub.requests == []
+    assert "org/other is neither" in error_of(prepare("org/tiny", "--enable-lora", "--lora-modules=x=org/other"))
+
+
+def test_what_is_no_adapter_is_refused_before_its_tensors(
+    tmp_path: Path, hub: FakeHub, checkpoint: Path, prepare: Prepare
+) -> None:
+    hub.add("org/tiny", checkpoint)
+    written = write_adapter(tmp_path / "adapter", write_tiny(tmp_path / "reference", "llama"))
+    hub.add("org/huge", written, sizes={"adapter_model.safetensors": 9 << 30})
+    (written / "adapter_model.safetensors").rename(written / "adapter_model.bin")
+    hub.add("org/pickle", written)
+    for name, reason in {"pickle": "never loaded", "tiny": "no adapter_config.json", "huge": "no adapter can"}.items():
+        assert reason in error_of(prepare("org/tiny", "--enable-lora", f"--lora-modules=x=org/{name}"))
+    assert not [name for name in hub.fetched() if name.startswith("adapter_model")]
+
+
+@pytest.mark.parametrize(
+    ("place", "adapter"),
+    [
+        ("org/name", HubAdapter("org/name")),
+        ("org/name@v1.2", HubAdapter("org/name", "v1.2")),
+        ("org/name@", None),
+        ("/org/name", None),
+        ("name", None),
+        ("../name", None),
+        ("org/name/file.gguf", None),
+    ],
+)
+def test_forms_of_names_of_adapters(place: str, adapter: HubAdapter | None) -> None:
+    assert parse_hub_adapter(place) == adapter
 
 
 def test_a_cut_connection_is_resumed(hub: FakeHub, checkpoint: Path, prepare: Prepare) -> None:

@@ -23,7 +23,7 @@ from paceline.core.model_folder import ModelFiles, model_digest
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import UNSIGNED
 from paceline.services.common.registry import Role, connect, read_members
-from paceline.services.gateway.fleet import block_feed, fleet
+from paceline.services.gateway.fleet import adapter_watch, block_feed, fleet
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.main import run
@@ -259,6 +259,7 @@ def prompt_uvicorn(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the gateway read the fleet and the hosts' blocks more often, because most tests would only wait for this."""
     monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.1)
+    monkeypatch.setattr(adapter_watch, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_WATCH_SECONDS", 0.1)
     monkeypatch.setattr(block_feed, "_ASK_SECONDS", 0.2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,70 @@ async def test_folders_that_are_no_adapters_are_refused(adapted: Stack, tmp_path
     assert "an adapter is a folder as PEFT saves it" in answer.text
     taken = await adapted.post("/v1/load_lora_adapter", lora_name=await base(adapted), lora_path=str(tmp_path / "one"))
     assert taken.status_code == 400
+
+
+async def test_adapters_get_no_name_before_a_worker_has_read_them(start_stack: StartStack, tmp_path: Path) -> None:
+    alone = await start_stack(enable_lora=True, prefill=0, decode=0)
+    load = {"lora_name": "new", "lora_path": str(write(tmp_path / "new"))}
+    answer = await alone.post("/v1/load_lora_adapter", **load)
+    assert answer.status_code == 503
+    assert "whether the adapter 'new' fits" in answer.text
+    assert (await alone.http.get("/v1/models/new")).status_code == 404
+    await alone.add("decode", "d")
+    await eventually(alone._is_healthy)
+    assert (await alone.post("/v1/load_lora_adapter", **load)).status_code == 200
+    assert (await alone.http.get("/v1/models/new")).status_code == 200
+
+
+async def test_workers_fetch_adapters_of_the_hub(adapted: Stack) -> None:
+    answer = await adapted.post("/v1/load_lora_adapter", lora_name="hub", lora_path="org/name")
+    assert answer.status_code == 200
+    await complete(adapted, "hub")
+    assert newest(adapted).adapter.folder == "org/name@commit"
+
+
+async def test_subfolders_of_a_folder_are_followed(start_stack: StartStack, tmp_path: Path) -> None:
+    folder = tmp_path / "loras"
+    write(folder / "sql")
+    write(folder / "toy")
+    stack = await start_stack(enable_lora=True, lora_dir=str(folder))
+
+    async def is_known(name: str) -> bool:
+        return (await stack.http.get(f"/v1/models/{name}")).status_code == 200
+
+    await eventually(lambda: is_known("sql"))
+    await complete(stack, "sql")
+    before = newest(stack).adapter.digest
+    assert before == read_adapter("sql", str(folder / "sql")).digest
+    write(folder / "chat")
+    tensors = (folder / "chat/adapter_model.safetensors").read_bytes()
+    (folder / "chat/adapter_model.safetensors").write_bytes(tensors[:-1])  # half written
+    write(folder / "sql", 2)
+
+    async def has_changed() -> bool:
+        await complete(stack, "sql")
+        return bool(newest(stack).adapter.digest != before)
+
+    await eventually(has_changed)
+    assert not await is_known("chat")
+    (folder / "chat/adapter_model.safetensors").write_bytes(tensors)
+    await eventually(lambda: is_known("chat"))
+    assert (await stack.http.get("/v1/models/toy")).json()["parent"] is None  # the model's name is not for subfolders
+    shutil.rmtree(folder / "sql")
+
+    async def is_gone() -> bool:
+        return not await is_known("sql")
+
+    await eventually(is_gone)
+    assert await is_known("chat")
+
+
+def test_a_folder_of_adapters_must_be_there(toy_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--enable-lora"):
+        GatewayConfig(lora_dir="/x")
+    config = GatewayConfig(model=str(toy_model), store="none", enable_lora=True, lora_dir=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="is not a folder"):
+        Gateway(config, load_models(config))
 
 
 async def test_a_server_without_adapters_says_so(stack: Stack, tmp_path: Path) -> None:

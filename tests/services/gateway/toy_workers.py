@@ -10,18 +10,21 @@ from typing import cast
 import grpc
 import grpc.aio
 
+from paceline.core.adapters import read_adapter
 from paceline.core.block_counts import Counts
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
-from paceline.proto import kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
+from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
 from paceline.proto.fleet_pb2 import AdapterReport, HostReport, LoadReport
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
 from paceline.services.common.rpc import RpcServer
+from paceline.services.common.rpc_errors import mapped_errors
+from paceline.services.common.wire import adapter_to_pb
 from paceline.services.common.wire_version import OURS, WireVersions
 from paceline.services.worker.worker import OFFLOAD_BYTES, WEIGHT_BYTES
 from tests.services.gateway.toy_calls import ToyCalls
@@ -203,3 +206,15 @@ class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
         self, request: worker_pb2.SetRoleRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.SetRoleReply:
         return worker_pb2.SetRoleReply(epoch=self._worker.take_role(cast(Role, request.role)))
+
+    async def CheckAdapter(  # type: ignore[override]
+        self, request: worker_pb2.CheckAdapterRequest, context: grpc.aio.ServicerContext
+    ) -> common_pb2.Adapter:
+        async with mapped_errors(context):
+            try:
+                if not request.folder.startswith("/"):  # a name on the hub
+                    return common_pb2.Adapter(name=request.name, folder=f"{request.folder}@commit", digest=bytes(32))
+                return adapter_to_pb(read_adapter(request.name, request.folder))
+            except ModelError as error:
+                raise InvalidRequestError(str(error)) from None
+        raise AssertionError("mapped_errors ended the call")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import transformers
 
 from paceline.core.adapters import Adapter, read_adapter, short_digest
 from paceline.core.config import WorkerConfig
-from paceline.core.errors import BusyError, PacelineError
+from paceline.core.errors import BusyError, InvalidRequestError, PacelineError
 from paceline.proto import common_pb2
 from paceline.services.common.wire import adapter_to_pb, work_model
 from paceline.services.text_worker import add_services
@@ -121,6 +122,47 @@ async def test_adapters_that_cannot_be_served_are_refused(
         assert len((await host.generate([5, 6, 7], 2, adapter=good)).tokens) == 2
     async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
         assert "--enable-lora" in await refusal(host, good)
+
+
+async def test_an_adapter_is_checked_before_it_gets_a_name(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel
+) -> None:
+    good = adapter(tmp_path, reference, 0)
+    other = write_tiny(tmp_path / "other model", "llama", hidden_size=96)
+    misfits = {
+        "--max-lora-rank": adapter(tmp_path, reference, 1, rank=9).folder,
+        "lora_A and lora_B are": adapter(tmp_path, other, 2).folder,
+        "a folder as PEFT saves it": str(tmp_path / "none"),
+    }
+    async with start_host(tmp_path / "model", **OPTIONS, max_lora_rank=8) as host:
+        for worker in (host.prefill.worker, host.decode.worker):
+            assert await worker.adapters.examine(good.name, good.folder) == adapter_to_pb(good)
+            for reason, folder in misfits.items():
+                with pytest.raises(InvalidRequestError, match=reason):
+                    await worker.adapters.examine("x", folder)
+    async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
+        with pytest.raises(PacelineError, match="--enable-lora"):
+            await host.decode.worker.adapters.examine(good.name, good.folder)
+
+
+async def test_an_adapter_of_the_hub_has_the_commit_that_was_checked(
+    start_host: StartHost, tmp_path: Path, reference: transformers.PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hub/models--org--sql"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs/main").write_text(commit)
+    own = adapter(tmp_path, reference, 0)
+    shutil.copytree(own.folder, repository / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    async with start_host(tmp_path / "model", **OPTIONS) as host:
+        found = await host.decode.worker.adapters.examine("sql", "org/sql")
+        assert (found.folder, found.digest) == (f"org/sql@{commit}", own.digest)
+        named = Adapter("sql", found.folder, found.digest)
+        assert len((await host.generate([5, 6, 7], 2, adapter=named)).tokens) == 2
+        with pytest.raises(InvalidRequestError, match="HF_HUB_OFFLINE"):
+            await host.decode.worker.adapters.examine("sql", "org/other")
 
 
 async def test_adapters_that_running_requests_need_stay_in_memory(

@@ -1,4 +1,5 @@
-// Low-rank adapters of linear layers: out += scale * (up (down x) + bias), for rows whose token has an adapter.
+// Low-rank adapters of linear layers: out = factors * out + scale * (up (down x) + bias), for rows whose token has an
+// adapter. Without factors, they are 1.
 //
 // A task computes a few rows whole, first `down` and then `up`. So there is no wait for other threads between the two,
 // and threads that share an adapter read it from memory at about the same time. All sums are in fp32, in an order that
@@ -41,7 +42,7 @@ static void shrink(const LowRank& part, const T* const* x, int64_t in, float (*s
     for (; rank < part.rank; ++rank) some(rank, std::integral_constant<int, 1>{});
 }
 
-// out[row][0 .. size) += up sums[row] + scale * bias
+// out[row][0 .. size) = factors * out[row] + up sums[row] + scale * bias
 template <int Rows, class T, class W>
 static void expand(const LowRank& part, const float (*sums)[kMostRank], int64_t size, T* const* out) {
     constexpr int kVectors = Rows == 1 ? kAdaptedVectors : kAdaptedVectors / 2;
@@ -65,7 +66,9 @@ static void expand(const LowRank& part, const float (*sums)[kMostRank], int64_t 
             unrolled<length>([&](int i) PACELINE_INLINED {
                 T* own = out[row] + first + i * kLanes;
                 const int64_t left = length > 1 ? kLanes : count;
-                store_some(own, load_some(own, left) + added[row][i], left);
+                const f32x16 before = load_some(own, left);
+                const f32x16 kept = part.factors ? before * load_some(part.factors + first + i * kLanes, left) : before;
+                store_some(own, kept + added[row][i], left);
             });
         });
     };

@@ -206,10 +206,11 @@ struct Op {
 };
 constexpr int64_t kMostJoined = 4;  // including the first one
 
-// One adapter's part for a layer, see `LowRank` of ../../adapters.py: down [rank, in], up [rank, out] and bias [out], or
-// null. The rank is 0 if the adapter has no part for the layer.
+// One adapter's part for a layer, see `LowRank` of ../../adapters.py: down [rank, in], up [rank, out], bias [out] or null,
+// and factors [out] or null. The rank is 0 if the adapter has no part for the layer.
 struct LowRank {
     const void *down, *up, *bias;
+    const float* factors;
     int64_t rank;
     float scale;
     int32_t unused;

@@ -33,8 +33,8 @@ def shrink(
     slot = tl.load(rows + row)
     if slot >= 0:
         fields = slots + slot * FIELDS
-        down, count = tl.load(fields).to(tl.pointer_type(DTYPE)), tl.load(fields + 3)
-        scale = tl.load(fields + 4).to(tl.int32).to(tl.float32, bitcast=True)
+        down, count = tl.load(fields).to(tl.pointer_type(DTYPE)), tl.load(fields + 4)
+        scale = tl.load(fields + 5).to(tl.int32).to(tl.float32, bitcast=True)
         rank, step = tl.arange(0, RANKS), tl.arange(0, STEP)
         acc = tl.zeros([RANKS], tl.float32)
         for first in range(0, SIZE_IN, STEP):
@@ -58,13 +58,16 @@ def expand(
     RANKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute y[row] += up sums[row] + scale * bias, with the arguments of `shrink`. Grid: (rows, SIZE_OUT / BLOCK)."""
+    """Compute y[row] = factors * y[row] + up sums[row] + scale * bias, with the arguments of `shrink`.
+
+    Grid: (rows, SIZE_OUT / BLOCK).
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row)
     if slot >= 0:
         fields = slots + slot * FIELDS
         up, count = tl.load(fields + 1).to(tl.pointer_type(DTYPE)), tl.load(fields + 3)
-        bias = tl.load(fields + 2)
+        bias, factors = tl.load(fields + 2), tl.load(fields + 3)
         scale = tl.load(fields + 4).to(tl.int32).to(tl.float32, bitcast=True)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside, rank = column < SIZE_OUT, tl.arange(0, RANKS)
@@ -75,5 +78,7 @@ def expand(
         has_bias = inside & (bias != 0)
         added += scale * tl.load(bias.to(tl.pointer_type(DTYPE)) + column, has_bias, 0.0).to(tl.float32)
         place = y + row * SIZE_OUT + column
-        total = tl.load(place, inside, 0.0).to(tl.float32) + added
+        has_factors = inside & (factors != 0)
+        factor = tl.load(factors.to(tl.pointer_type(tl.float32)) + column, has_factors, 1.0)
+        total = tl.load(place, inside, 0.0).to(tl.float32) * factor + added
         tl.store(place, rounded(total, y.dtype.element_ty), inside & (count > 0))

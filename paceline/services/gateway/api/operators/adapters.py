@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
+import os
+import re
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
-from paceline.core.adapters import read_adapter
-from paceline.core.errors import ModelError
+from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.api_schema import text_of
+from paceline.services.gateway.fleet.adapter_check import check_adapter
 from paceline.services.gateway.gateway import Gateway
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.request_body import Body
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?", re.ASCII)
 
 
 class LoadAdapterRequest(Body):
@@ -22,7 +25,7 @@ class LoadAdapterRequest(Body):
 
     lora_name: str = Field(min_length=1, max_length=256)
     lora_path: str = Field(min_length=1, max_length=4096)
-    """Folder of the adapter on the machines of gateways and workers."""
+    """Folder of the adapter on the machines of workers, or its name on the hub: org/name, or org/name@revision."""
     load_inplace: bool = False
     """Whether the name may have another adapter already, which it then loses."""
     base_model_name: str | None = None
@@ -52,17 +55,23 @@ class AdaptersApi:
         model = self._gateway.find(body.base_model_name)
         if not model.config.enable_lora:
             raise ApiError(400, "this server takes no adapters; start it with --enable-lora", param="lora_name")
+        self._check_name(model, body)
+        try:
+            adapter = await check_adapter(model.fleet, body.lora_name, _place(body.lora_path))
+        except InvalidRequestError as error:
+            raise ApiError(400, str(error), param="lora_path") from None
+        self._check_name(model, body)  # another request may have given the name meanwhile
+        model.name_adapter(adapter)
+        return PlainTextResponse(f"Success: LoRA adapter '{adapter.name}' added successfully.")
+
+    def _check_name(self, model: ModelFleet, body: LoadAdapterRequest) -> None:
+        """Raise ApiError if an adapter cannot get the name that a request gives it."""
         name = body.lora_name
         if name in self._gateway.models or any(name in each for each in self._others(model)):
             raise ApiError(400, f"{name!r} is the name of another model; choose another name", param="lora_name")
         if model.adapters.find(name) is not None and not body.load_inplace:
             message = f"the adapter {name!r} is there already; set load_inplace to replace it"
             raise ApiError(400, message, param="lora_name")
-        try:
-            model.name_adapter(await asyncio.to_thread(read_adapter, name, body.lora_path))
-        except ModelError as error:
-            raise ApiError(400, str(error), param="lora_path") from None
-        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(self, body: UnloadAdapterRequest) -> Response:
         name = body.lora_name
@@ -76,3 +85,8 @@ class AdaptersApi:
         """Return the names of the adapters of each other model."""
         fleets = self._gateway.models.values()
         return [{adapter.name for adapter in fleet.adapters} for fleet in fleets if fleet is not model]
+
+
+def _place(path: str) -> str:
+    """Return the absolute path of a folder, or a name on the hub, which workers fetch."""
+    return path if _HUB_NAME.fullmatch(path) and not os.path.exists(path) else os.path.abspath(os.path.expanduser(path))
