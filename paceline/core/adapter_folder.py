@@ -55,4 +55,5 @@ def _is_complete(folder: Path) -> bool:
         header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
         size = os.fstat(file.fileno()).st_size
     header.pop("__metadata__", None)
-    return size == 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+    end: int = max(entry["data_offsets"][1] for entry in header.values())
+    return size == 8 + length + end
