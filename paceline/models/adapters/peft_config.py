@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.core.adapters import CONFIG_FILE
 from paceline.core.errors import ModelError
-from paceline.models.adapters.expressions import Expression, Steps
+from paceline.models.adapters.expressions import Expression, MatchingTime
 from paceline.models.adapters.json_object import parse_object
 
 _WITHOUT_EFFECT = frozenset(
@@ -131,7 +131,7 @@ class _Reader:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
-        self._steps = Steps()
+        self._matching = MatchingTime()
 
     def number(self, name: str, default: int, least: float = 1) -> Any:
         return self._checked(name, self._values.pop(name, default), least)
@@ -196,7 +196,7 @@ class _Reader:
 
     def _expression(self, name: str, text: str) -> Expression:
         try:
-            return Expression(text, self._steps)
+            return Expression(text, self._matching)
         except ValueError as error:
             raise _wrong(
                 name, f"a regular expression that ends in bounded time, unlike {text!r:.80}: {error}"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelError
-from paceline.models.adapters.expressions import Expression, Steps
+from paceline.models.adapters.expressions import Expression, MatchingTime
 
 MODULES = [
     "model.layers.1.self_attn.q_proj",
@@ -36,7 +36,7 @@ EXPRESSIONS = [
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_expressions_match_as_in_python(text: str) -> None:
-    expression = Expression(text, Steps())
+    expression = Expression(text, MatchingTime())
     for module in MODULES:
         assert expression.matches(module) == bool(re.fullmatch(text, module)), module
         assert expression.matches_end(module) == bool(re.match(rf"(.*\.)?({text})$", module)), module
@@ -58,22 +58,19 @@ TEXTS = st.recursive(
 
 @given(TEXTS, st.text("ab.", max_size=5))
 def test_any_expression_matches_as_in_python(text: str, module: str) -> None:
-    assert Expression(text, Steps()).matches(module) == bool(re.fullmatch(text, module))
+    assert Expression(text, MatchingTime()).matches(module) == bool(re.fullmatch(text, module))
 
 
-@pytest.mark.parametrize("text", [r"(a+)+b", r"(a|a)*b", r"(a*)*(a*)*(a*)*b", r"(.*a){20}b", r"((a{1,999}){1,999})*b"])
-def test_expressions_that_keep_python_busy_for_ever_end(text: str) -> None:
-    assert not Expression(text, Steps()).matches("a" * 60)
-
-
-def test_an_expression_that_takes_too_long_is_refused() -> None:
+@pytest.mark.parametrize("text", [r"(a|aa)+b", r"((a{1,500}){1,500}){1,500}b"])
+def test_an_expression_that_takes_too_long_is_refused(text: str) -> None:
+    matching = MatchingTime(0.2)
     with pytest.raises(ModelError, match="take too long"):
-        Expression("(?:(?=(?:(?=a*)a)*)a)*b", Steps(10_000)).matches("a" * 200)
+        Expression(text, matching).matches("a" * 200 + "c" + "b")
+    with pytest.raises(ModelError, match="take too long"):  # the time is that of all expressions together
+        Expression(text, matching).matches_end("a" * 200 + "c" + "b")
 
 
-@pytest.mark.parametrize(
-    "text", ["(", "a" * 5000, r"(a)\1", "(?<=a)b", "(?i)a", "(?i:a)", "(?>a)", "a*+", "(" * 2000, r"(a)?(?(1)b|c)"]
-)
-def test_other_expressions_are_refused(text: str) -> None:
+@pytest.mark.parametrize("text", ["(", "a" * 5000, "(" * 2000, "*a", "[", "a{2,1}", "a)|(b"])
+def test_other_texts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Expression(text, Steps())
+        Expression(text, MatchingTime())
