@@ -1,7 +1,7 @@
 """Regular expressions of adapters' settings, matched in bounded time. Imports no torch.
 
-Python's own matcher has no limit of time, so an expression such as (a+)+b can keep it busy for ever. The package `regex`
-reads the same expressions and has one.
+Python's own matcher has no limit of time, so an expression such as (a+)+b can keep it busy for ever. The package
+`regex` reads the same expressions and has one.
 """
 
 from __future__ import annotations
