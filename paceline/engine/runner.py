@@ -168,7 +168,7 @@ class ModelRunner:
             sampled = (
                 inputs.token_ids if is_all else inputs.token_ids[[i for span in spans for i in span.sampled_inputs]]
             )
-            found = self._logits(rows)
+            found = self._logits(rows, [(span.chunk.row, 0, len(span.logits)) for span in spans])
             chosen = self._sampler.choose(found, sampled, spans)
             logits = found.values
         broken: list[bool] = is_broken.tolist()  # a GPU has computed it by now
@@ -205,9 +205,14 @@ class ModelRunner:
         self._rows.append(chunk.row, [], ended=True)
         return ChunkResult(scores=scores, failure=error)
 
-    def _logits(self, hidden: Tensor) -> Logits:
+    def _logits(self, hidden: Tensor, spans: Sequence[tuple[int, int, int]]) -> Logits:
+        """Return the logits of states [n, hidden].
+
+        Args:
+            spans: (row, start, end) of the states of each row, in their order.
+        """
         with self._in_model():
-            return self._model.logits(hidden)
+            return self._model.logits(hidden, self._rows.adapters.of(spans))
 
     def _score(self, hidden: Tensor, span: ChunkSpan) -> list[Token]:
         """Return the prompt tokens after those of a chunk, with their logprobs."""
@@ -216,7 +221,7 @@ class ModelRunner:
         top = self._rows.row(chunk.row).sampling.prompt_logprobs or 0
         for first in range(0, chunk.scored, _SCORED_ROWS):
             end = min(chunk.scored, first + _SCORED_ROWS)
-            logits = self._logits(hidden[start + first : start + end]).values
+            logits = self._logits(hidden[start + first : start + end], [(chunk.row, first, end)]).values
             position = chunk.start + 1
             targets = self._rows.token_ids[chunk.row, position + first : position + end].tolist()
             tokens += score(logits, targets, top)

@@ -186,6 +186,13 @@ class Architecture(_Parts, Protocol):
 class Model(_Parts, Protocol):
     """A model as the engine uses it. Call it under `torch.inference_mode()`."""
 
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Logits:
+        """Return the logits of the next token for each of the states hidden [n, hidden].
+
+        Args:
+            adapters: int64 [n]: the slot of each row's adapter, -1 for none; None if no row has one.
+        """
+
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None
     ) -> Tensor:

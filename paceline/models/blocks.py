@@ -83,6 +83,10 @@ class Linear:
             self.adapters.add(y, x)
         return y
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weight.dtype
+
     def products(self, rows: Tensor, kernels: AdapterKernels) -> Tensor:
         """Return the products of rows [n, in] of any dtype with the matrix, in the model's dtype: [n, out]."""
         return kernels.linear(rows.to(self._weight.data.device, self._weight.dtype), self._weight)
@@ -257,6 +261,10 @@ class Embedding:
             embedding = head
         self._embedding = weights.take_packed(embedding, *shape)
         self._head = self._embedding if tied or not config.has_head else weights.take_packed(head, *shape)
+        self._adapted = Linear(self._head, None, kernels)
+        """The projection as adapters know it. In PEFT, an adapter of it never changes the embedding."""
+        if config.has_head:
+            weights.linears.note(head.removesuffix(".weight"), [self._adapted], config.hidden_size, shape[:1])
         self._softcap = config.logit_softcap
         self._divisor = config.logits_divisor
         self._kernels = kernels
@@ -272,6 +280,9 @@ class Embedding:
     def logits(self, hidden: Tensor) -> Logits:
         """Return the logits of the token after each of hidden [n, hidden]."""
         logits = self._kernels.logits(hidden, self._head)
+        if (adapters := self._adapted.adapters) is not None and adapters.changes:
+            adapters.add(logits.values, hidden.float())
+            logits = Logits(logits.values)  # another token may be the best
         if self._divisor != 1.0:
             logits = Logits(logits.values / self._divisor)
         if self._softcap:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.kv_coding import KVCoding
 from paceline.kernels.batch import AttentionBatch
-from paceline.kernels.interface import Forward, ForwardInputs, Kernels, Taps
+from paceline.kernels.interface import Forward, ForwardInputs, Kernels, Logits, Taps
 from paceline.kernels.transfer import to_device
 from paceline.models.adapters.linears import PassAdapters
 from paceline.models.adapters.model_adapters import ModelAdapters
@@ -38,7 +38,6 @@ class CompiledModel:
         self.config = model.config
         self.group_shapes = model.group_shapes
         self.layer_groups = model.layer_groups
-        self.logits = model.logits
         self.embed = model.embed
         self._lookups = model.lookups
         self._encoded_inputs = model.encoded_inputs
@@ -51,6 +50,10 @@ class CompiledModel:
     def code_kv(self, coding: KVCoding) -> None:
         self._model.code_kv(coding)
         self.group_shapes, self.layer_groups = self._model.group_shapes, self._model.layer_groups
+
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Logits:
+        self._passing.rows = adapters
+        return self._model.logits(hidden)
 
     def forward(
         self, inputs: ForwardInputs, wanted: Sequence[int] | None = None, encoded: EncodedRows | None = None

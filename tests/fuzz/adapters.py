@@ -75,6 +75,7 @@ class ZeroLayer:
 
     adapters = None
     bias = None
+    dtype = torch.float32
 
     def __init__(self, size_out: int) -> None:
         self._size_out = size_out

@@ -73,9 +73,12 @@ class PagedContexts:
             counts = None if wanted is None else [wanted[request] for request in tokens]
             inputs = ForwardInputs(flat, torch.cat(positions), self._caches, batch, taps=taps)
             hidden = self._model.forward(inputs, counts, encoded)
-            logits = self._model.logits(hidden).values
+            rows = [len(new) for new in tokens.values()] if counts is None else counts
+            slots = torch.tensor([self.adapters.get(request, -1) for request in tokens])
+            own = slots.repeat_interleave(torch.tensor(rows)) if self.adapters else None
+            logits = self._model.logits(hidden, own).values
         self._trim()
-        parts = torch.split(logits, [len(new) for new in tokens.values()] if counts is None else counts)
+        parts = torch.split(logits, rows)
         return dict(zip(tokens, parts))
 
     def _group_tables(self, index: int, requests: list[int], positions: list[Tensor]) -> GroupTables:

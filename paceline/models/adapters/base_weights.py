@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -38,10 +40,21 @@ class BaseWeights:
         """
         key = id(named.linear)
         if key not in self._squares:
-            sums = torch.zeros(len(named.outputs), dtype=torch.float64)
-            for first in range(0, named.size_in, _ROWS):
-                rows = torch.eye(min(_ROWS, named.size_in - first), named.size_in - first)
-                columns = torch.nn.functional.pad(rows, (first, 0))
-                sums += self.products(named, columns).square().sum(0)
-            self._squares[key] = sums
+            self._squares[key] = sum(
+                (columns.square().sum(0) for _, columns in self._columns(named)),
+                torch.zeros(len(named.outputs), dtype=torch.float64),
+            )
         return self._squares[key]
+
+    def is_matrix(self, named: NamedLinear, matrix: Tensor) -> bool:
+        """Return whether a module's matrix [out, in] is that of the model, which has all of the module's outputs."""
+        own = matrix.T[:, list(named.outputs)].to(named.linear.dtype)
+        return all(
+            torch.equal(columns, own[first : first + len(columns)].double()) for first, columns in self._columns(named)
+        )
+
+    def _columns(self, named: NamedLinear) -> Iterator[tuple[int, Tensor]]:
+        """Yield the columns of a layer's matrix, with the number of the first one: fp64 [columns, out]."""
+        for first in range(0, named.size_in, _ROWS):
+            rows = torch.eye(min(_ROWS, named.size_in - first), named.size_in - first)
+            yield first, self.products(named, torch.nn.functional.pad(rows, (first, 0)))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from paceline.kernels.adapters import AdaptedLayer, AdapterKernels
@@ -13,7 +14,9 @@ from paceline.kernels.adapters import AdaptedLayer, AdapterKernels
 
 @dataclass(slots=True)
 class PassAdapters:
-    """The adapters of the rows of the pass under way. All linear layers of a model share it."""
+    """The adapters of the rows of the pass under way, or of the rows whose logits are computed. All linear layers of a
+    model share it.
+    """
 
     rows: Tensor | None = None
     """int64 [tokens]: see `AttentionBatch.adapters`."""
@@ -26,6 +29,11 @@ class LayerAdapters:
     layer: AdaptedLayer
     passing: PassAdapters
     kernels: AdapterKernels
+
+    @property
+    def changes(self) -> bool:
+        """Whether adapters of this layer are in slots, and rows of the pass have adapters."""
+        return self.passing.rows is not None and any(part is not None for part in self.layer.parts)
 
     def add(self, y: Tensor, x: Tensor) -> None:
         """Add the adapters of all rows to y [tokens, out], the layer's result for x [tokens, in], in place."""
@@ -40,6 +48,10 @@ class Adaptable(Protocol):
     """None if the model takes no adapters."""
     bias: Tensor | None
     """[out]"""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's dtype."""
 
     def products(self, rows: Tensor, kernels: AdapterKernels) -> Tensor:
         """Return the products of rows [n, in] with the layer's matrix: [n, out]."""

@@ -13,7 +13,7 @@ from paceline.kernels.adapters import LowRank
 from paceline.models.adapters.base_weights import BaseWeights
 from paceline.models.adapters.linears import NamedLinear
 from paceline.models.adapters.parts import make_part
-from paceline.models.adapters.peft_config import PeftConfig, read_peft_config
+from paceline.models.adapters.peft_config import HEAD, PeftConfig, read_peft_config
 from paceline.models.adapters.peft_tensors import ModuleTensors, read_tensors
 
 _PLACES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
@@ -57,10 +57,11 @@ def target_modules(names: Collection[str]) -> frozenset[str]:
 def most_adapter_bytes(linears: Sequence[NamedLinear], most_rank: int) -> int:
     """Return the largest size of adapter_model.safetensors: tensors of all modules in fp32, and a header.
 
-    Besides its two matrices, a module may have two biases and magnitudes.
+    Besides its two matrices, a module may have two biases and magnitudes. The head may come with its own matrix.
     """
     modules = {each.name: each.size_in + each.module_outputs for each in linears}
-    return 4 * (most_rank + 3) * sum(modules.values()) + (1 << 20) + _HEADER_BYTES * len(modules)
+    whole = [each.size_in * each.module_outputs for each in linears if _plain(each.name) == HEAD]
+    return 4 * (most_rank + 3) * sum(modules.values()) + 4 * sum(whole) + (1 << 20) + _HEADER_BYTES * len(modules)
 
 
 def load_adapter(
@@ -92,6 +93,11 @@ def load_adapter(
             for index in found:
                 if parts[index] is not None:
                     raise ModelError(f"{TENSORS_FILE} has tensors for {module} twice, with different beginnings")
+                if own.matrix is not None and not base.is_matrix(linears[index], own.matrix):
+                    raise ModelError(
+                        f"{TENSORS_FILE}: the whole matrix of {module} is not that of this model; was the adapter made "
+                        "for another model, or with other tokens? If not, merge it into the model"
+                    )
                 parts[index] = part = make_part(own, config.scale_of(module), linears[index], dtype, base)
                 if not part.is_finite:
                     raise ModelError(f"{module}: numbers are too large for {dtype}; choose another --lora-dtype")
@@ -105,11 +111,6 @@ def _plain(module: str) -> str:
 
 
 def _no_such_layer(module: str) -> ModelError:
-    if module.rpartition(".")[2] in ("lm_head", "embed_tokens"):
-        return ModelError(
-            f"{TENSORS_FILE}: {module} cannot have an adapter here, only the linear layers inside of the model; merge "
-            "the adapter into the model"
-        )
     return ModelError(
         f"{TENSORS_FILE}: {module:.200} is no linear layer of this model that can have an adapter; was the adapter "
         "made for another model?"
@@ -125,6 +126,8 @@ def _check_module(module: str, own: ModuleTensors, config: PeftConfig, linear: N
     for name, vector in (("lora_B.bias", own.bias), ("magnitudes", own.magnitude), ("bias", own.own_bias)):
         if vector is not None and list(vector.shape) != [outputs]:
             raise ModelError(f"{module}: its {name} has the shape {list(vector.shape)}, not {[outputs]}")
+    if own.matrix is not None and list(own.matrix.shape) != [outputs, linear.size_in]:
+        raise ModelError(f"{module}: its matrix is {list(own.matrix.shape)}, not {[outputs, linear.size_in]}")
     _check_bias(module, own, config, linear)
     if own.down is None or own.up is None:
         return 0
@@ -161,10 +164,9 @@ def _check_complete(
     config: PeftConfig, tensors: Mapping[str, ModuleTensors], places: Mapping[str, Collection[int]]
 ) -> None:
     """Raise ModelError if a module is targeted and has no tensors, so that the file is not complete."""
-    first = next(iter(tensors))
-    beginning = first.removesuffix(_plain(first))
+    beginning = max((module.removesuffix(_plain(module)) for module in tensors), key=len)
+    complete = {_plain(module) for module, own in tensors.items() if own.down is not None}
     for name in places:
-        spelled = beginning + name
-        own = tensors.get(spelled)
-        if (own is None or own.down is None) and config.targets_module(spelled):
+        spelled = name if name == HEAD else beginning + name
+        if name not in complete and config.targets_module(spelled):
             raise ModelError(f"{CONFIG_FILE} targets {spelled}, and {TENSORS_FILE} has no tensors for it")

@@ -14,7 +14,7 @@ from paceline.models.adapters.json_object import parse_object
 
 _WITHOUT_EFFECT = frozenset(
     (
-        *("auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config"),
+        *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
         *("fan_in_fan_out", "inference_mode", "lora_dropout", "megatron_core", "peft_type", "peft_version"),
         *("qalora_group_size", "revision", "runtime_config", "task_type"),
     )
@@ -34,6 +34,7 @@ Targets: TypeAlias = Expression | frozenset[str]
 """Modules by a regular expression, or by names or ends of names."""
 Biases: TypeAlias = Literal["none", "lora_only", "all"]
 ALL_LINEAR = "all-linear"
+HEAD = "lm_head"
 _MOST_NUMBER = 1e9
 _MOST_LISTS = 16
 _NAME = re.compile(r"[\w.-]{1,256}")
@@ -46,7 +47,7 @@ class PeftConfig:
     rank: int
     alpha: float
     targets: Targets | None
-    """None for all linear layers."""
+    """None for all linear layers but the head."""
     excluded: Targets = frozenset()
     rank_pattern: tuple[tuple[Expression, int], ...] = ()
     alpha_pattern: tuple[tuple[Expression, float], ...] = ()
@@ -77,7 +78,7 @@ class PeftConfig:
         if _matches(self.excluded, module):
             return False
         if self.targets is None:
-            return True
+            return module.rpartition(".")[2] != HEAD  # as in PEFT
         return _matches(self.targets, module) and self._has_layer(module)
 
     def _has_layer(self, module: str) -> bool:

@@ -16,13 +16,13 @@ from paceline.models.adapters.safetensors_file import tensors_of
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+?)\."
     r"((?P<down>lora_A\.weight)|(?P<up>lora_B\.weight)|(?P<bias>lora_B\.bias)"
-    r"|(?P<magnitude>lora_magnitude_vector(\.weight)?)|(?P<own_bias>(base_layer\.)?bias))"
+    r"|(?P<magnitude>lora_magnitude_vector(\.weight)?)|(?P<own_bias>(base_layer\.)?bias)"
+    r"|(?P<matrix>base_layer\.weight))"
 )
 _REFUSED = {
     "lora_embedding_": "adapters of embeddings are not supported; merge the adapter into the model",
     "modules_to_save": "whole modules are not supported; merge the adapter into the model",
     "base_layer.lora": "adapters of experts' parameters are not supported; merge the adapter into the model",
-    "base_layer.weight": "whole matrices are not supported; merge the adapter into the model",
 }
 """Reasons for which tensors are refused, by a part of their keys."""
 
@@ -41,6 +41,8 @@ class ModuleTensors:
     """[out]: the lengths of the rows of the whole matrix (DoRA)."""
     own_bias: Tensor | None = None
     """[out]: what replaces the bias of the module itself."""
+    matrix: Tensor | None = None
+    """[out, in]: the module's own matrix, which PEFT writes with adapters of the head."""
 
 
 def read_tensors(content: bytearray) -> dict[str, ModuleTensors]:
@@ -51,7 +53,7 @@ def read_tensors(content: bytearray) -> dict[str, ModuleTensors]:
     modules: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors_of(content):
         module, part = _read_key(key)
-        _check_tensor(key, tensor, dimensions=2 if part in ("down", "up") else 1)
+        _check_tensor(key, tensor, dimensions=2 if part in ("down", "up", "matrix") else 1)
         if modules.setdefault(module, {}).setdefault(part, tensor) is not tensor:
             raise ModelError(f"{TENSORS_FILE}: {key} is there twice, with other spellings")
     if not modules:
@@ -66,7 +68,7 @@ def _read_key(key: str) -> tuple[str, str]:
     match = _KEY.fullmatch(key)
     if match is None:
         raise ModelError(f"{TENSORS_FILE}: {key} is no tensor of a LoRA adapter of linear layers")
-    parts = "down", "up", "bias", "magnitude", "own_bias"
+    parts = "down", "up", "bias", "magnitude", "own_bias", "matrix"
     return match["module"], next(part for part in parts if match[part])
 
 

@@ -105,7 +105,8 @@ class TransformersModel:
             inputs.taps.check(hidden)
         return hidden if wanted is None else wanted_rows(hidden, inputs.batch, wanted)
 
-    def logits(self, hidden: Tensor) -> Logits:
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Logits:
+        assert adapters is None  # no request has one, because the loader refuses --enable-lora
         tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
         with self._given.holding(hidden[None]):
             values: Tensor = self._causal(input_ids=tokens, use_cache=False).logits[0]

@@ -41,6 +41,8 @@ CASES: Mapping[str, tuple[str, dict[str, object], dict[str, Any]]] = {
     ),
     "biases": ("qwen2", {}, {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
     "all biases": ("qwen2", {}, {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
+    "head": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["lm_head", "q_proj"]}),
+    "head with dora": ("llama", {}, {"target_modules": ["lm_head"], "use_dora": True}),
 }
 """Each case: the family of the model, changes to its config, and settings of the adapter."""
 

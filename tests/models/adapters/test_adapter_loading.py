@@ -97,19 +97,16 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Tensor]], str]] 
     "a missing layer": ({}, lambda: {key: own for key, own in tensors().items() if "layers.1" not in key}, "layers.1"),
     "half a layer": ({}, lambda: without(Q0), "no lora_A"),
     "an unknown layer": ({}, lambda: {Q0.replace("q_proj", "x_proj"): torch.ones(2, SIZE), **_up("x_proj")}, "x_proj"),
-    "the head": (
-        {},
-        lambda: {
-            "base_model.model.lm_head.lora_A.weight": torch.ones(2, 4),
-            "base_model.model.lm_head.lora_B.weight": torch.ones(4, 2),
-        },
-        "lm_head",
-    ),
     "embeddings": ({}, lambda: {**tensors(), "base_model.model.embed.lora_embedding_A": torch.ones(2, 4)}, "embedding"),
     "magnitudes": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(6)}, "use_dora"),
     "magnitudes of another size": ({}, lambda: {**tensors(), f"{Q}.lora_magnitude_vector": torch.ones(5)}, "[5]"),
     "two spellings": ({}, lambda: {**tensors(), **tensors(begin="base_model.model.language_model.")}, "twice"),
-    "a whole matrix": ({}, lambda: {**tensors(), f"{Q}.base_layer.weight": torch.ones(6, 8)}, "whole matrices"),
+    "another matrix": ({}, lambda: {**tensors(), f"{Q}.base_layer.weight": torch.ones(6, 8)}, "not that of this model"),
+    "a matrix of another size": (
+        {},
+        lambda: {**tensors(), f"{Q}.base_layer.weight": torch.ones(5, 8)},
+        "its matrix is",
+    ),
     "parameters of experts": ({}, lambda: {**tensors(), "x.base_layer.lora_A.weight": torch.ones(2, 2)}, "experts"),
     "another tensor": ({}, lambda: {**tensors(), "base_model.model.norm.weight": torch.ones(2)}, "norm.weight"),
     "NaN": ({}, lambda: {**tensors(), Q0: torch.full((2, SIZE), float("nan"))}, "NaN"),
@@ -313,6 +310,17 @@ def test_numbers_that_are_too_large_for_their_type_are_refused(tmp_path: Path) -
 def test_a_path_that_cannot_be_one_is_refused() -> None:
     with pytest.raises(ModelError, match="is no path"):
         read_adapter_files(Path("/x\0y"))
+
+
+def test_the_own_matrix_of_a_module_may_be_there(tmp_path: Path) -> None:
+    matrix = {f"{Q}.base_layer.weight": torch.zeros(6, SIZE)}
+    assert load(tmp_path, own={**tensors(), **matrix}).parts[0] is not None
+
+
+def test_all_linear_leaves_out_the_head() -> None:
+    config = read_peft_config(json.dumps({**CONFIG, "target_modules": "all-linear"}).encode())
+    assert not config.targets_module("lm_head")
+    assert config.targets_module("model.layers.0.self_attn.q_proj")
 
 
 def test_layers_to_transform_are_counted_as_peft_does() -> None:
