@@ -38,13 +38,12 @@ class AdapterSlots:
         """Begin to plan a step.
 
         Args:
-            urgent: adapters of the requests that the step may include, in the order of their arrival; may repeat, and
-                may be empty for requests without one.
+            urgent: adapters of the requests that the step may include, in the order of their arrival; may repeat.
             background: adapters of requests of the background, which come after all others.
         """
         self._wanted = {}
-        first = dict.fromkeys(filter(None, urgent))
-        every = first | dict.fromkeys(filter(None, background))
+        first = dict.fromkeys(urgent)
+        every = first | dict.fromkeys(background)
         if len(every) <= self._count:
             self._queue, self._turns, self._allowed = [], {}, every
             return

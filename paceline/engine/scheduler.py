@@ -152,10 +152,10 @@ class Scheduler:
 
     def _begin_adapters(self, requests: Sequence[Request]) -> None:
         """Choose the adapters that the step may have."""
-        running = [request for request in requests if request.place is Residence.RUNNING]
+        adapted = [each for each in requests if each.context.adapter and each.place is Residence.RUNNING]
         self._adapters.begin(
-            (request.context.adapter for request in running if not request.background),
-            (request.context.adapter for request in running if request.background),
+            (each.context.adapter for each in adapted if not each.background),
+            (each.context.adapter for each in adapted if each.background),
         )
 
     def is_long(self, step: Step) -> bool:

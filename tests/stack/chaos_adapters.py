@@ -188,8 +188,7 @@ async def run(stack: Stack, folder: Path, options: argparse.Namespace) -> Report
             print(worker["worker_id"], {name: value for name, value in worker["stats"].items() if "lora" in name})
             if held > options.memory:
                 chaos.report.wrong.append(f"{worker['worker_id']} has {held} adapters in memory")
-        sizes = {each.name(): each.memory_info().rss >> 20 for each in stack.family() if each.is_running()}
-        print(f"MB at the end: {sizes}")
+        print("MB at the end:", sorted(each.memory_info().rss >> 20 for each in stack.family()))
     return chaos.report
 
 

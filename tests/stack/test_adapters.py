@@ -66,6 +66,17 @@ async def check_tokens(client: httpx.AsyncClient, expected: Expected, *models: s
     assert found == [expected[model][index] for model, index in asked]
 
 
+async def all_in_memory(client: httpx.AsyncClient) -> None:
+    """Wait until decode workers have reported all adapters. They report once in a second."""
+    async with asyncio.timeout(60):
+        while True:
+            told = (await client.get("/fleet")).json()["adapters"]
+            if all(any(worker.startswith("decode") for worker in each["workers"]) for each in told):
+                break
+            await asyncio.sleep(0.1)
+    assert [(each["name"], each["model_name"]) for each in told] == [(name, "base") for name in sorted(NAMES)]
+
+
 async def test_adapters_are_served_beside_their_model(
     stack: Stack, expected: Expected, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -82,6 +93,7 @@ async def test_adapters_are_served_beside_their_model(
         assert [(card["id"], card["parent"]) for card in cards] == [("base", None), *((name, "base") for name in NAMES)]
         await check_tokens(client, expected, "base", *NAMES)
         await check_tokens(client, expected, "base", *NAMES)  # now with cached prompts
+        await all_in_memory(client)
         # The name gets other content: nothing that is cached of the old one may be found.
         shutil.copytree(folder / "two", folder / "new")
         again = {**load, "lora_path": str(folder / "new"), "load_inplace": True}

@@ -183,6 +183,22 @@ def test_requests_are_listed_and_lead_to_their_timelines(window: Browser, stack:
 
 @pytest.mark.model
 @on("two workers")
+def test_adapters_are_shown_if_there_are_any(window: Browser, stack: Stack) -> None:
+    show(window, stack)
+    window.wait("document.querySelector('.role.decode')")
+    assert "Adapters" not in window.text("main")
+    shown = window.run(
+        "const adapter = { name: 'sql', digest: 'abc', running: 3, waiting: 1, workers: ['decode-0', 'prefill-1'] };"
+        "return import('./console/adapters.js').then(({ adapterSection }) => {"
+        "  const view = adapterSection(); document.querySelector('main').append(view.element); view.show([adapter]);"
+        "  return view.element.innerText; });"
+    )
+    assert [line.split() for line in shown.splitlines() if line][-1] == ["sql", "3", "1", "decode-0,", "prefill-1"]
+    assert window.run(UNNAMED) == []
+
+
+@pytest.mark.model
+@on("two workers")
 def test_reasoning_is_folded(window: Browser, stack: Stack) -> None:
     show(window, stack, "chat")
     shown = window.run(

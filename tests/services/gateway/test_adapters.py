@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -254,6 +255,10 @@ async def test_the_use_of_adapters_is_told(start_stack: StartStack, tmp_path: Pa
     assert name == await base(stack)
     told = [(each["name"], each["running"]) for each in (await stack.http.get("/fleet")).json()["adapters"]]
     assert told == [("sql", 1), ("chat", 0)]
+    async with stack.http.stream("GET", "/console/feed") as feed:
+        events = (json.loads(line[6:]) async for line in feed.aiter_lines() if line.startswith("data: "))
+        live = await anext(data async for data in events if "adapters" in data)
+    assert [(each["name"], each["running"]) for each in live["adapters"]] == told
     worker.resume.set()
     answer = await running
     trace = (await stack.http.get(f"/trace/{answer.json()['id']}")).json()
