@@ -80,7 +80,7 @@ def _run(name: str, arguments: dict[str, Any]) -> int:
     elif name == "key":
         print(new_key(arguments["name"]))
     elif name == "prepare":
-        is_relayed, link, file = (arguments.pop(name) for name in ("live_progress", "link", "config"))
+        is_relayed, link, file = (arguments.pop(name) for name in ("relayed", "link", "config"))
         _prepare(is_relayed, link, load_config(ServeConfig, "prepare", file, arguments))
     elif name == "cache":
         action, everything, days, file = (arguments.pop(name) for name in ("action", "all", "older_than", "config"))
@@ -136,7 +136,7 @@ def _prepare(is_relayed: bool, link: Path | None, config: ServeConfig) -> None:
     folder = resolve_model(config.model, Path(config.cache_dir), report, *how)
     if link is not None:
         link_folder(folder, link)
-    if not is_relayed:  # else `serve` does this for its whole stack
+    if not is_relayed:  # `serve` bounds the caches of its whole stack, and its start does not wait for torch
         report_prepared(folder, config, report)
     print(folder)
 

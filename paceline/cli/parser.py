@@ -95,7 +95,7 @@ def _add_prepare(commands: Any) -> None:
     command.add_argument(
         "--link", type=Path, metavar="PATH", help="symbolic link to the folder, which is made or replaced"
     )
-    command.add_argument("--live-progress", action="store_true", help=argparse.SUPPRESS)
+    command.add_argument("--relayed", action="store_true", help=argparse.SUPPRESS)
 
 
 def _add_cache(commands: Any) -> None:

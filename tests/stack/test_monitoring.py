@@ -15,10 +15,9 @@ import httpx
 import pytest
 import yaml
 
-from bench.common.namespaces import Host
-from bench.common.services import Process, Services, free_port
-from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
-from tests.tiny_checkpoints import write_tiny
+from bench.common.services import Process, free_port
+from tests.stack.processes import Stack
+from tests.stack.stacks import Way, on
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
@@ -52,23 +51,8 @@ def queries() -> dict[str, str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    folder = tmp_path_factory.mktemp("monitored")
-    model = write_toy_model(folder / "model")
-    write_tiny(model, "llama", vocab_size=VOCAB_SIZE, eos_token_id=256, max_position_embeddings=512)
-    worker = ("--threads=1", '--speculative-config={"method": "ngram"}')
-    gateway = ("--served-model-name=m", "--local-prefill-tokens=0")
-    options = {"prefill": worker, "decode": worker, "kvtransfer": ("--kv-memory=8MiB",), "gateway": gateway}
-    with Services(folder, str(model), (Host(),), **options) as running:
-        running.start_kvtransfer(0)
-        running.wait_ready(running.start_worker("prefill", 0), running.start_worker("decode", 0))
-        running.processes[running.start_gateway()].wait_for("serving m at")
-        yield running
-
-
 @pytest.fixture
-def prometheus(stack: Services, tmp_path: Path) -> Iterator[str]:
+def prometheus(stack: Stack, tmp_path: Path) -> Iterator[str]:
     """Yield the URL of a Prometheus that scrapes the stack each second, and is otherwise configured as in compose."""
     config: dict[str, Any] = yaml.safe_load((COMPOSE / "prometheus" / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -100,8 +84,10 @@ async def without_data(http: httpx.AsyncClient, url: str) -> list[str]:
     return missing
 
 
-async def test_every_query_gets_data(stack: Services, prometheus: str) -> None:
-    body = {"model": "m", "prompt": "to and fro " * 8, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+@pytest.mark.model
+@on("float32")
+async def test_every_query_gets_data(stack: Stack, way: Way, prometheus: str) -> None:
+    body = {"model": way.model, "prompt": "to and fro " * 8, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     missing = ["all"]
     async with httpx.AsyncClient(timeout=30) as http:
         try:

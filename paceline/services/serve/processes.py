@@ -116,9 +116,7 @@ class Processes:
         options = {flag(option): getattr(config, option) for option in PREPARE_OPTIONS}
         arguments = [f"{option}={value}" for option, value in options.items() if not isinstance(value, bool)]
         arguments += [option for option, value in options.items() if value is True]
-        if sys.stderr.isatty():  # the child writes to a pipe, so it cannot find out itself
-            arguments.append("--live-progress")
-        command = self._command("prepare", config.model, *arguments)
+        command = self._command("prepare", config.model, "--relayed", *arguments)
         echo = StatusLines(sys.stderr)
         self.preparing = process = ManagedProcess(
             lambda _: Child.start(name, command, "stdout", echo), lambda child: child.answer(PREPARE_SECONDS), warn
