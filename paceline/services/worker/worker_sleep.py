@@ -171,9 +171,9 @@ class WorkerSleep:
 
     async def _change_memory(self, wish: Sleep) -> None:
         """Give memory back and take it again, until it is as wanted. Keeps count of each part, because any may fail."""
-        worker, state = self._worker, Sleep()
-        state.CopyFrom(self.state)
-        self.state = state
+        worker = self._worker
+        # Without the instant of a wish, because nobody has wished for what is between two wishes.
+        self.state = state = Sleep(weights=self.state.weights, kv_cache=self.state.kv_cache)
         if state.kv_cache and not wish.kv_cache:
             await worker.wake_blocks()
             state.kv_cache = False

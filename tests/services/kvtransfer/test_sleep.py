@@ -35,7 +35,8 @@ async def test_the_arena_gives_its_memory_back_while_all_workers_sleep(host: Hos
     arena = map_arena(Path(first.arena.arena_path), SIZE)
     arena[:SIZE] = b"\1" * SIZE
     await set_asleep(host, first, True)
-    assert allocated(first) >= SIZE and not is_asleep(host)  # the other worker computes in it
+    assert allocated(first) >= SIZE
+    assert not is_asleep(host)
     await set_asleep(host, second, True)
     assert allocated(first) <= PAGE_BYTES
     await set_asleep(host, second, False)
@@ -63,7 +64,8 @@ async def test_blocks_in_use_keep_their_memory_until_they_are_released(host: Hos
     await worker.do(reserve(key("r"), "a"))
     sleeping = asyncio.create_task(set_asleep(host, worker, True))
     await asyncio.sleep(0.1)
-    assert not sleeping.done() and allocated(worker) >= SIZE
+    assert not sleeping.done()
+    assert allocated(worker) >= SIZE
     await worker.do(release(key("r")))
     await sleeping
     assert is_asleep(host)
@@ -73,7 +75,8 @@ async def test_a_worker_that_joins_finds_the_memory_awake(host: Host) -> None:
     worker = await host.attach()
     await set_asleep(host, worker, True)
     joined = await host.attach("another")
-    assert allocated(worker) >= SIZE and not is_asleep(host)
+    assert allocated(worker) >= SIZE
+    assert not is_asleep(host)
     await joined.leave()  # it ends again, and only the sleeping worker is left
     async with asyncio.timeout(20):
         while not is_asleep(host):
@@ -96,7 +99,8 @@ async def test_too_little_memory_to_wake_is_an_error_that_says_so(host: Host, mo
         patched.setattr("paceline.services.kvtransfer.arena.available_memory", lambda: SIZE - 1)
         with pytest.raises(Exception, match="cannot wake now: the KV memory needs"):
             await set_asleep(host, worker, False)
-    assert is_asleep(host) and allocated(worker) <= PAGE_BYTES
+    assert is_asleep(host)
+    assert allocated(worker) <= PAGE_BYTES
     await set_asleep(host, worker, False)
     assert not is_asleep(host)
 

@@ -77,7 +77,8 @@ async def test_it_sleeps_and_wakes(worker: ToyWorker) -> None:
         worker.role.change(worker, "prefill", 0)  # type: ignore[arg-type]
     await worker.sleep.set(AWAKE)
     assert worker.done[2:] == ["blocks", "weights"]
-    assert worker.told[0] == "sleeping" and worker.told[-1] == "ready"
+    assert worker.told[0] == "sleeping"
+    assert worker.told[-1] == "ready"
     async with worker.admission.admit():
         pass
 
@@ -89,7 +90,8 @@ async def test_it_lets_its_requests_end_and_takes_no_new_ones(worker: ToyWorker)
         with pytest.raises(BusyError):
             await worker.admission.admit().__aenter__()
         await asyncio.sleep(0.2)
-        assert not worker.done and not sleeping.done()
+        assert not worker.done
+        assert not sleeping.done()
     await sleeping
     assert worker.sleep.state.weights == 1
 
@@ -106,7 +108,8 @@ async def test_requests_that_are_kept_leave_the_worker_which_then_has_a_new_epoc
     running = asyncio.create_task(run())
     await until(lambda: worker.admission.active == 1)
     await worker.sleep.set(Sleep(weights=1, kv_cache=True, mode="keep", changed=1))
-    assert left.is_set() and worker.admission.state == "sleeping"
+    assert left.is_set()
+    assert worker.admission.state == "sleeping"
     assert worker.role.epoch > before
     with pytest.raises(DrainingError):
         worker.role.check(before)
@@ -119,9 +122,11 @@ async def test_a_newer_wish_ends_the_wait_for_requests(worker: ToyWorker) -> Non
         await until(lambda: worker.admission.state == "sleeping")
         await worker.sleep.set(AWAKE)
         await sleeping
-        assert not worker.done and worker.admission.state == "ready"
+        assert not worker.done
+        assert worker.admission.state == "ready"
     await worker.sleep.set(ASLEEP)  # this message came late
-    assert not worker.done and worker.admission.state == "ready"
+    assert not worker.done
+    assert worker.admission.state == "ready"
 
 
 async def test_parts_wake_one_by_one(worker: ToyWorker) -> None:
@@ -161,4 +166,5 @@ async def test_a_draining_worker_does_not_fall_asleep(worker: ToyWorker) -> None
     worker.admission.begin_drain()
     with pytest.raises(DrainingError):
         await worker.sleep.set(Sleep(weights=1, mode="keep", changed=1))
-    assert worker.admission.draining and not worker.done
+    assert worker.admission.draining
+    assert not worker.done
