@@ -14,7 +14,7 @@ from paceline.proto import worker_pb2_grpc
 from paceline.proto.fleet_pb2 import Sleep
 from paceline.services.common.registry import Role
 from paceline.services.common.rpc_errors import unmapped_error
-from paceline.services.common.tasks import end_tasks, heeding_cancellation, own_cancellation
+from paceline.services.common.tasks import end_tasks, heeding_cancellation, is_cancelled
 from paceline.services.gateway.fleet.fleet import Fleet
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.fleet.sleep_book import SleepBook, agree, is_sleep
@@ -192,12 +192,15 @@ class SleepKeeper:
 
 
 async def _set_sleep(worker: RemoteWorker, wish: Sleep) -> None:
-    """Tell one worker, and wait until it has done it. Raises PacelineError if it cannot."""
+    """Tell one worker, and wait until it has done it, or its member ends. Raises PacelineError if it cannot."""
     stub = worker_pb2_grpc.MaintenanceStub(worker.channel)
-    with own_cancellation(lambda: UnavailableError(f"{worker} has left")):
-        try:
-            await heeding_cancellation(stub.SetSleep(wish))
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                raise InvalidRequestError(f"{worker} is of a release that cannot sleep") from error
-            raise unmapped_error(error, str(worker)) from error
+    try:
+        await heeding_cancellation(stub.SetSleep(wish))
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            raise InvalidRequestError(f"{worker} is of a release that cannot sleep") from error
+        raise unmapped_error(error, str(worker)) from error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        # The channel of a member is closed when it ends, also when the worker has a new epoch. Then it is told again.
