@@ -43,11 +43,11 @@ class FleetSummary:
     """Whether a decode worker is ready and not set aside."""
     has_planner: bool
     """Whether a planner is running that scales this fleet, or that only shows how it would."""
-    has_sleeping_worker: bool
-    """Whether a worker sleeps that can decode or compute when it wakes."""
     may_be_empty: bool
     """Whether a planner scales this fleet that may stop all decode or pool workers. It starts some when requests
     come."""
+    has_sleeping_worker: bool = False
+    """Whether a worker sleeps that can decode or compute when it wakes."""
 
     @staticmethod
     def of(members: Iterable[RemoteWorker], model: str) -> FleetSummary:
@@ -79,8 +79,8 @@ class FleetSummary:
             computing_workers=available["pool"] or available["prefill"] or available["decode"],
             has_decode_worker="decode" in available,
             has_planner=has_planner,
-            has_sleeping_worker=sleeps,
             may_be_empty=may_be_empty,
+            has_sleeping_worker=sleeps,
         )
 
 
