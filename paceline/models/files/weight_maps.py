@@ -72,7 +72,7 @@ class WeightMaps:
             for begin in range(each.begin, each.begin + each.size, _PIECE)
         ]
         with ThreadPoolExecutor(_THREADS, "wake") as threads:  # one thread alone has a fraction of a disk's rate
-            for _ in threads.map(lambda piece: advise(*piece, POPULATE_READ), pieces):
+            for _ in threads.map(lambda piece: advise(piece[0], piece[1], POPULATE_READ), pieces):
                 pass
 
     def _maps(self) -> Iterator[WeightMap]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import grpc
 import grpc.aio
 
 from paceline.proto import worker_pb2, worker_pb2_grpc
@@ -17,7 +20,7 @@ SleepContext = grpc.aio.ServicerContext[Sleep, worker_pb2.SetSleepReply]
 
 
 class SleepService(worker_pb2_grpc.MaintenanceServicer):
-    """The gRPC service `Maintenance` of a worker that has one role and no blocks of its own: only its sleep."""
+    """The gRPC service `Maintenance` of a worker with one role and no blocks of its own: it can only sleep."""
 
     def __init__(self, sleep: WorkerSleep) -> None:
         self._sleep = sleep
@@ -26,6 +29,21 @@ class SleepService(worker_pb2_grpc.MaintenanceServicer):
         async with mapped_errors(context):
             await self._sleep.set(request)
         return worker_pb2.SetSleepReply()
+
+    async def ResetPool(self, request: worker_pb2.ResetPoolRequest, context: ResetContext) -> worker_pb2.ResetPoolReply:
+        raise await _unknown(context)
+
+    async def Steps(self, request: worker_pb2.StepsRequest, context: StepsContext) -> worker_pb2.StepsReply:
+        raise await _unknown(context)
+
+    async def SetRole(self, request: worker_pb2.SetRoleRequest, context: RoleContext) -> worker_pb2.SetRoleReply:
+        raise await _unknown(context)
+
+
+async def _unknown(context: grpc.aio.ServicerContext[Any, Any]) -> NotImplementedError:
+    """End a call that only prefill and decode workers know."""
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only prefill and decode workers know this call")
+    return NotImplementedError()
 
 
 class MaintenanceService(SleepService):

@@ -237,7 +237,7 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
-        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests", labels=labels)
+        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests, or sleeps", labels=labels)
         running = GaugeMetricFamily("paceline:worker_requests_running", "Requests on the worker", labels=labels)
         waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
         stats = GaugeMetricFamily("paceline:worker_stat", "All figures of a worker by name", labels=[*labels, "name"])
@@ -245,7 +245,7 @@ class _FleetCollector(Collector):
         for worker in self._workers():
             member = worker.member
             label = [self._model, member.worker_id, member.role]
-            up.add_metric(label, float(worker.available and member.state == "ready"))
+            up.add_metric(label, float(worker.available and member.state in ("ready", "sleeping")))
             if member.role != "kvtransfer":
                 running.add_metric(label, member.load.running)
                 waiting.add_metric(label, member.load.waiting)
