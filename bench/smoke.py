@@ -51,6 +51,7 @@ COMMANDS: Mapping[str, str] = {
     "bench.compute.encode": "--tokens 14 --rounds 1 --layers 1",
     "bench.serving.equality": "{model} --requests 4 --concurrency 2 --way 'synchronous, ngram'",
     "bench.fleet.flips": "--actions 1 --requests 2",
+    "bench.fleet.sleep": "--model {model} --rounds 1 -- --kv-memory 16MiB",
     "bench.compute.formats": "{model} --format int4 --starts 1",
     "bench.compute.forward": "{model} --rounds 1",
     "bench.gateway.alone": "{model} --streams 2 --tokens 8 --rounds 1 --parsers",
@@ -123,6 +124,7 @@ def _package(name: str) -> str:
 
 
 NEEDS: Mapping[str, Check] = {
+    "bench.fleet.sleep": lambda values: "" if shutil.which("fincore") else "fincore of util-linux",
     "bench.serving.sentence_transformers_peer": lambda values: _package("sentence_transformers"),
     "bench.serving.headline": lambda values: "" if values["vllm"] else "vLLM's client: --vllm VENV",
     "bench.serving.q4": lambda values: "" if values["llama"] else "llama-cpp-python: --llama VENV",

@@ -70,6 +70,12 @@ def give_back_large_memory() -> None:
         mallopt(_M_ARENA_MAX, 2)
 
 
+def trim_heap() -> None:
+    """Give the free memory of this process's heap back to the system. Without glibc, do nothing."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def raise_file_limit() -> None:
     """Let this process open as many files and connections as the system allows it, rather than 1,024 by default."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

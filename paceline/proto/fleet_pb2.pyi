@@ -89,6 +89,7 @@ class Member(_message.Message):
     FILES_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     LORA_FIELD_NUMBER: _builtins.int
+    SLEEP_FIELD_NUMBER: _builtins.int
     MARK_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
@@ -100,7 +101,7 @@ class Member(_message.Message):
     host_id: _builtins.str
     """Name of the kvtransfer service whose arena the worker uses."""
     state: _builtins.str
-    """starting, ready or draining."""
+    """starting, ready, draining, or sleeping: a worker that has given memory back and takes no work until it wakes."""
     model: _builtins.str
     """Digest of the model's config and tokenizer."""
     layout: _builtins.str
@@ -171,6 +172,10 @@ class Member(_message.Message):
     def lora(self) -> Global___AdapterReport:
         """For placing requests of adapters. Only workers that take adapters have it."""
 
+    @_builtins.property
+    def sleep(self) -> Global___Sleep:
+        """Workers: the sleep that they have reached. Gateways: the newest sleep that they know to be wanted."""
+
     def __init__(
         self,
         *,
@@ -200,11 +205,12 @@ class Member(_message.Message):
         files: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         adapters: _abc.Iterable[Global___AdapterChange] | None = ...,
         lora: Global___AdapterReport | None = ...,
+        sleep: Global___Sleep | None = ...,
         mark: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "lora", b"lora", "numerics", b"numerics", "plan", b"plan", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "load", b"load", "lora", b"lora", "numerics", b"numerics", "plan", b"plan", "sleep", b"sleep", "traffic", b"traffic", "wire", b"wire", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "lora", b"lora", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "beats", b"beats", "epoch", b"epoch", "events", b"events", "files", b"files", "host", b"host", "host_id", b"host_id", "keys", b"keys", "layout", b"layout", "load", b"load", "lora", b"lora", "mark", b"mark", "max_model_len", b"max_model_len", "max_seqs", b"max_seqs", "metrics", b"metrics", "model", b"model", "numerics", b"numerics", "plan", b"plan", "release", b"release", "role", b"role", "sleep", b"sleep", "state", b"state", "traffic", b"traffic", "weights", b"weights", "wire", b"wire", "work", b"work", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -275,6 +281,46 @@ class AdapterChange(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdapterChange: _TypeAlias = AdapterChange  # noqa: Y015
+
+@_typing.final
+class Sleep(_message.Message):
+    """Which parts of the memory of a model's workers are given back to the system. A worker is awake if no part is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    BY_ITSELF_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    weights: _builtins.int
+    """Level of the weights' sleep. 0: they are in memory. 1: they are only in files that the system caches. 2: they are
+    not in the system's cache either, and are read from the disk again.
+    """
+    kv_cache: _builtins.bool
+    """Whether the memory of KV blocks is given back. Its cached blocks are forgotten."""
+    mode: _builtins.str
+    """What happens to running requests: wait lets them end, abort ends them, keep lets them go on after the sleep."""
+    by_itself: _builtins.bool
+    """Whether the model fell asleep because nobody used it, so that a request wakes it."""
+    changed: _builtins.int
+    """When this was wanted, in nanoseconds since 1970. The newest wish counts."""
+    def __init__(
+        self,
+        *,
+        weights: _builtins.int = ...,
+        kv_cache: _builtins.bool = ...,
+        mode: _builtins.str = ...,
+        by_itself: _builtins.bool = ...,
+        changed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_itself", b"by_itself", "changed", b"changed", "kv_cache", b"kv_cache", "mode", b"mode", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Sleep: _TypeAlias = Sleep  # noqa: Y015
 
 @_typing.final
 class Distribution(_message.Message):

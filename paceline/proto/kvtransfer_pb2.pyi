@@ -52,6 +52,43 @@ CODE_INVALID: Code.ValueType  # 4
 Global___Code: _TypeAlias = Code  # noqa: Y015
 
 @_typing.final
+class SetAsleepRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
+    session: _builtins.int
+    asleep: _builtins.bool
+    def __init__(
+        self,
+        *,
+        session: _builtins.int = ...,
+        asleep: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asleep", b"asleep", "session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAsleepRequest: _TypeAlias = SetAsleepRequest  # noqa: Y015
+
+@_typing.final
+class SetAsleepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetAsleepReply: _TypeAlias = SetAsleepReply  # noqa: Y015
+
+@_typing.final
 class KVGroup(_message.Message):
     """A set of layers whose cache has one shape."""
 
@@ -157,12 +194,15 @@ class AttachRequest(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ARENA_PATH_FIELD_NUMBER: _builtins.int
     CLAIMS_FIELD_NUMBER: _builtins.int
+    ASLEEP_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     role: _builtins.str
     context_tokens: _builtins.int
     """Tokens of the longest context that the worker would accept with unlimited KV memory."""
     arena_path: _builtins.str
     """Set if the worker's session broke: the arena that it has mapped. The worker gets this arena again or is refused."""
+    asleep: _builtins.bool
+    """Whether the worker sleeps and needs no blocks now."""
     @_builtins.property
     def layout(self) -> Global___KVLayout: ...
     @_builtins.property
@@ -178,10 +218,11 @@ class AttachRequest(_message.Message):
         context_tokens: _builtins.int = ...,
         arena_path: _builtins.str = ...,
         claims: _abc.Iterable[Global___Claim] | None = ...,
+        asleep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "claims", b"claims", "context_tokens", b"context_tokens", "layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "asleep", b"asleep", "claims", b"claims", "context_tokens", b"context_tokens", "layout", b"layout", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -84,6 +84,11 @@ class KVTransferStub:
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.FromString,
                 _registered_method=True)
+        self.SetAsleep = channel.unary_unary(
+                '/paceline.v1.KVTransfer/SetAsleep',
+                request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepRequest.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepReply.FromString,
+                _registered_method=True)
         self.CopyPrefixes = channel.unary_unary(
                 '/paceline.v1.KVTransfer/CopyPrefixes',
                 request_serializer=paceline_dot_proto_dot_kvtransfer__pb2.CopyPrefixesRequest.SerializeToString,
@@ -179,6 +184,15 @@ class KVTransferServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetAsleep(self, request, context):
+        """Says whether a worker sleeps and needs no blocks. While all workers of the host sleep, the arena's memory is given
+        back to the system, and its cached blocks are forgotten. Returns when the memory is given back or, if the worker
+        has woken, is there again. RESOURCE_EXHAUSTED if blocks are in use, or if there is too little memory now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CopyPrefixes(self, request, context):
         """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service.
         """
@@ -246,6 +260,11 @@ def add_KVTransferServicer_to_server(servicer, server):
                     servicer.Leave,
                     request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.SerializeToString,
+            ),
+            'SetAsleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetAsleep,
+                    request_deserializer=paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepRequest.FromString,
+                    response_serializer=paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepReply.SerializeToString,
             ),
             'CopyPrefixes': grpc.unary_unary_rpc_method_handler(
                     servicer.CopyPrefixes,
@@ -528,6 +547,33 @@ class KVTransfer:
             '/paceline.v1.KVTransfer/Leave',
             paceline_dot_proto_dot_kvtransfer__pb2.LeaveRequest.SerializeToString,
             paceline_dot_proto_dot_kvtransfer__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetAsleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.KVTransfer/SetAsleep',
+            paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepRequest.SerializeToString,
+            paceline_dot_proto_dot_kvtransfer__pb2.SetAsleepReply.FromString,
             options,
             channel_credentials,
             insecure,

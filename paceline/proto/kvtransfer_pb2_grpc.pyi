@@ -71,6 +71,11 @@ class KVTransferStub:
     """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
     hosts. Returns when that is done, or at once if other workers stay.
     """
+    SetAsleep: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.SetAsleepRequest, _kvtransfer_pb2.SetAsleepReply]
+    """Says whether a worker sleeps and needs no blocks. While all workers of the host sleep, the arena's memory is given
+    back to the system, and its cached blocks are forgotten. Returns when the memory is given back or, if the worker
+    has woken, is there again. RESOURCE_EXHAUSTED if blocks are in use, or if there is too little memory now.
+    """
     CopyPrefixes: _grpc.UnaryUnaryMultiCallable[_kvtransfer_pb2.CopyPrefixesRequest, _kvtransfer_pb2.CopyPrefixesReply]
     """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service."""
     Read: _grpc.UnaryStreamMultiCallable[_kvtransfer_pb2.ReadRequest, _kvtransfer_pb2.ReadReply]
@@ -118,6 +123,11 @@ class KVTransferAsyncStub(KVTransferStub):
     Leave: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.LeaveRequest, _kvtransfer_pb2.LeaveReply]  # type: ignore[assignment]
     """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
     hosts. Returns when that is done, or at once if other workers stay.
+    """
+    SetAsleep: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.SetAsleepRequest, _kvtransfer_pb2.SetAsleepReply]  # type: ignore[assignment]
+    """Says whether a worker sleeps and needs no blocks. While all workers of the host sleep, the arena's memory is given
+    back to the system, and its cached blocks are forgotten. Returns when the memory is given back or, if the worker
+    has woken, is there again. RESOURCE_EXHAUSTED if blocks are in use, or if there is too little memory now.
     """
     CopyPrefixes: _aio.UnaryUnaryMultiCallable[_kvtransfer_pb2.CopyPrefixesRequest, _kvtransfer_pb2.CopyPrefixesReply]  # type: ignore[assignment]
     """Reads prefixes that a leaving host has cached into this host's cache. Called by that host's service."""
@@ -223,6 +233,17 @@ class KVTransferServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_kvtransfer_pb2.LeaveReply, _abc.Awaitable[_kvtransfer_pb2.LeaveReply]]:
         """Says that a worker is about to leave. If no other worker stays on the host, its hot prefixes are copied to other
         hosts. Returns when that is done, or at once if other workers stay.
+        """
+
+    @_abc_1.abstractmethod
+    def SetAsleep(
+        self,
+        request: _kvtransfer_pb2.SetAsleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvtransfer_pb2.SetAsleepReply, _abc.Awaitable[_kvtransfer_pb2.SetAsleepReply]]:
+        """Says whether a worker sleeps and needs no blocks. While all workers of the host sleep, the arena's memory is given
+        back to the system, and its cached blocks are forgotten. Returns when the memory is given back or, if the worker
+        has woken, is there again. RESOURCE_EXHAUSTED if blocks are in use, or if there is too little memory now.
         """
 
     @_abc_1.abstractmethod

@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from paceline.proto import common_pb2 as paceline_dot_proto_dot_common__pb2
+from paceline.proto import fleet_pb2 as paceline_dot_proto_dot_fleet__pb2
 from paceline.proto import worker_pb2 as paceline_dot_proto_dot_worker__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -402,6 +403,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
                 _registered_method=True)
+        self.SetSleep = channel.unary_unary(
+                '/paceline.v1.Maintenance/SetSleep',
+                request_serializer=paceline_dot_proto_dot_fleet__pb2.Sleep.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.SetSleepReply.FromString,
+                _registered_method=True)
         self.Steps = channel.unary_unary(
                 '/paceline.v1.Maintenance/Steps',
                 request_serializer=paceline_dot_proto_dot_worker__pb2.StepsRequest.SerializeToString,
@@ -428,6 +434,14 @@ class MaintenanceServicer:
     def SetRole(self, request, context):
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetSleep(self, request, context):
+        """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
+        replaced this one. Does nothing if the worker knows a newer wish already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -460,6 +474,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
+            'SetSleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetSleep,
+                    request_deserializer=paceline_dot_proto_dot_fleet__pb2.Sleep.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.SetSleepReply.SerializeToString,
             ),
             'Steps': grpc.unary_unary_rpc_method_handler(
                     servicer.Steps,
@@ -527,6 +546,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/SetRole',
             paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetSleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/SetSleep',
+            paceline_dot_proto_dot_fleet__pb2.Sleep.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.SetSleepReply.FromString,
             options,
             channel_credentials,
             insecure,

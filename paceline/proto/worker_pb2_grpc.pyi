@@ -6,6 +6,7 @@ Messages between a gateway and a worker. Cancelling a call cancels its work and 
 from collections import abc as _abc
 from grpc import aio as _aio
 from paceline.proto import common_pb2 as _common_pb2
+from paceline.proto import fleet_pb2 as _fleet_pb2
 from paceline.proto import worker_pb2 as _worker_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -221,6 +222,10 @@ class MaintenanceStub:
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    SetSleep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.SetSleepReply]
+    """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
+    replaced this one. Does nothing if the worker knows a newer wish already.
+    """
     Steps: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]
     """Returns the newest steps of the engine, in order."""
     CheckAdapter: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CheckAdapterRequest, _common_pb2.Adapter]
@@ -238,6 +243,10 @@ class MaintenanceAsyncStub(MaintenanceStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]  # type: ignore[assignment]
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+    """
+    SetSleep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.SetSleepReply]  # type: ignore[assignment]
+    """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
+    replaced this one. Does nothing if the worker knows a newer wish already.
     """
     Steps: _aio.UnaryUnaryMultiCallable[_worker_pb2.StepsRequest, _worker_pb2.StepsReply]  # type: ignore[assignment]
     """Returns the newest steps of the engine, in order."""
@@ -265,6 +274,16 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.SetRoleReply, _abc.Awaitable[_worker_pb2.SetRoleReply]]:
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+        """
+
+    @_abc_1.abstractmethod
+    def SetSleep(
+        self,
+        request: _fleet_pb2.Sleep,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetSleepReply, _abc.Awaitable[_worker_pb2.SetSleepReply]]:
+        """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
+        replaced this one. Does nothing if the worker knows a newer wish already.
         """
 
     @_abc_1.abstractmethod

@@ -17,6 +17,7 @@ import transformers
 from tests.services.gateway.toy_model import VOCAB_SIZE, write_toy_model
 from tests.stack.processes import Stack, serve
 from tests.stack.reference import PROMPTS
+from tests.stack.sleeping import blocks_in_memory, long_answer, weights_in_memory, workers
 from tests.tiny_checkpoints import write_tiny
 
 pytestmark = pytest.mark.stack
@@ -154,3 +155,51 @@ async def test_no_request_fails_while_the_only_decode_worker_is_killed_or_anothe
             os.kill(pid, signal.SIGKILL)
             await check_tokens(client, expected, "plain")
             enough.set()
+
+
+async def test_a_model_sleeps_while_the_other_one_serves(stack: Stack, expected: Expected) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120, params={"model": "plain"}) as client:
+        whole, _ = await long_answer(client, "plain", asyncio.Event())
+        awake = blocks_in_memory(workers(stack, "plain"))
+        for level, mode in ((1, "wait"), (2, "keep"), (1, "abort")):
+            begun = asyncio.Event()
+            answering = asyncio.create_task(long_answer(client, "plain", begun))
+            await begun.wait()
+            assert (await client.post("/sleep", params={"level": level, "mode": mode})).status_code == 200
+            assert (await client.get("/is_sleeping")).json() == {"is_sleeping": True}
+            asleep = workers(stack, "plain")
+            assert weights_in_memory(asleep) == 0
+            assert blocks_in_memory(asleep) < awake // 20
+            assert (await client.get("/health")).is_success
+            await check_tokens(client, expected, "org/hybrid")
+            assert answering.done() == (mode != "keep")
+            assert (await client.post("/wake_up")).status_code == 200
+            tokens, reason = await answering
+            assert reason == ("abort" if mode == "abort" else "length")
+            assert tokens == (whole[: len(tokens)] if mode == "abort" else whole)
+            await check_tokens(client, expected, "plain")
+            assert blocks_in_memory(workers(stack, "plain")) == awake
+
+
+async def test_a_sleeping_model_survives_the_end_of_its_processes(stack: Stack, expected: Expected) -> None:
+    async with httpx.AsyncClient(base_url=stack.url, timeout=120, params={"model": "plain"}) as client:
+        assert (await client.post("/sleep")).status_code == 200
+        before = {process.pid for process in workers(stack, "plain")}
+        for role in ("decode", "kvtransfer"):
+            (pid,) = stack.living(f"plain/{role}")
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):  # the new worker is put to sleep, too
+            while not _sleeps(stack, "plain", before):
+                await asyncio.sleep(0.1)
+        assert weights_in_memory(workers(stack, "plain")) == 0
+        assert (await client.post("/wake_up")).status_code == 200
+        await check_tokens(client, expected, "plain")
+        await stack.settled()
+
+
+def _sleeps(stack: Stack, model: str, before: set[int]) -> bool:
+    """Return whether all workers of a model sleep, at least one of which is not among the processes `before`."""
+    own = [each for each in stack.fleet()["workers"] if each["model_name"] == model]
+    states = [each["state"] for each in own if each["role"] in ("prefill", "decode")]
+    living = {process.pid for process in workers(stack, model)}
+    return len(living) == 2 and not living <= before and states == ["sleeping"] * 2

@@ -181,6 +181,14 @@ class GatewayConfig(ServiceConfig, HttpOptions):
         "default",
         "limits",
     )
+    sleep_after: float = option(
+        0.0,
+        "a model that nobody has used for this many seconds sleeps: its workers give back the memory of weights and KV "
+        "blocks. The next request wakes it, and waits meanwhile, up to --queue-seconds. 0: models sleep only when an "
+        "operator says so (POST /sleep)",
+        "model",
+        at_least=0,
+    )
     record_trace: str = option(
         "",
         "file to which a line is written for each request that ends: when it came, its lengths, hashes of its blocks, "

@@ -70,6 +70,7 @@ class ServeConfig(PlannerOptions):
     lora_dtype: LoraDType = same_option(WorkerConfig, "lora_dtype")
     lora_target_modules: str = same_option(WorkerConfig, "lora_target_modules")
     max_model_len: int = same_option(WorkerConfig, "max_model_len")
+    sleep_after: float = same_option(GatewayConfig, "sleep_after")
     chat_template: str = same_option(GatewayConfig, "chat_template")
     shared_prompts: str = same_option(GatewayConfig, "shared_prompts")
     generation_config: GenerationConfig = same_option(GatewayConfig, "generation_config")

@@ -14,7 +14,7 @@ from paceline.core.planner.distribution import Distribution
 
 Role = Literal["prefill", "decode", "encode", "pool"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "encode", "pool")
-State = Literal["starting", "ready", "draining"]
+State = Literal["starting", "ready", "draining", "sleeping"]
 
 
 @dataclass(frozen=True, slots=True)

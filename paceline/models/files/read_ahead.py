@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.core.machine import available_memory
 
-_POPULATE_READ = 22
-"""Linux's MADV_POPULATE_READ, which Python does not name. It exists since Linux 5.14."""
+POPULATE_READ = 22
+"""Linux's MADVPOPULATE_READ, which Python does not name. It exists since Linux 5.14."""
 _THREADS = 2
 """Number of threads that read a map. A thread waits for each page, so one thread alone has a fraction of a disk's
 rate.
@@ -101,7 +101,7 @@ def will_read(data: Tensor) -> None:
     """Let the system begin to read a tensor, if it is in a mapped file."""
     if hasattr(mmap, "MADV_WILLNEED") and not data.is_meta:
         for place in range(0, data.nbytes, _REQUEST):
-            _advise(data.data_ptr() + place, min(_REQUEST, data.nbytes - place), mmap.MADV_WILLNEED)
+            advise(data.data_ptr() + place, min(_REQUEST, data.nbytes - place), mmap.MADV_WILLNEED)
 
 
 class MappedFiles:
@@ -126,7 +126,7 @@ class MappedFiles:
         begin, end = data.data_ptr(), data.data_ptr() + data.nbytes
         # Memory that is not mapped from a file would lose its content.
         if data.is_contiguous() and any(first <= begin and end <= last for first, last in self._ranges):
-            _advise(begin, end - begin, mmap.MADV_DONTNEED)
+            advise(begin, end - begin, mmap.MADV_DONTNEED)
 
 
 def read_ahead(maps: Sequence[Tensor]) -> None:
@@ -143,7 +143,7 @@ def read_ahead(maps: Sequence[Tensor]) -> None:
     def read() -> None:
         for start, number in pieces:  # each thread takes the next one; the iterator's step is atomic
             piece = maps[number][start : start + _PIECE]
-            if not _advise(piece.data_ptr(), len(piece), _POPULATE_READ):
+            if not advise(piece.data_ptr(), len(piece), POPULATE_READ):
                 return
 
     with contextlib.suppress(RuntimeError):  # the system gives no more threads
@@ -152,7 +152,7 @@ def read_ahead(maps: Sequence[Tensor]) -> None:
             threading.Thread(target=read, name=f"read-ahead-{number}", daemon=True).start()
 
 
-def _advise(address: int, size: int, advice: int) -> bool:
+def advise(address: int, size: int, advice: int) -> bool:
     """Call madvise for the pages of this memory, without the GIL. Return False if the system refuses it."""
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     madvise = _madvise()

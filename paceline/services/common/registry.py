@@ -33,6 +33,7 @@ from paceline.proto.fleet_pb2 import (
     LoadReport,
     MetricFamily,
     PlanReport,
+    Sleep,
     TrafficReport,
     WorkReport,
 )
@@ -56,7 +57,7 @@ Role = Literal["gateway", "prefill", "decode", "encode", "pool", "kvtransfer", "
 """The role of a member. A standby worker has loaded the model and waits for a role."""
 WORKING_ROLES: tuple[Role, ...] = ("prefill", "decode", "standby")
 """Roles between which a running worker can change."""
-State = Literal["starting", "ready", "draining"]
+State = Literal["starting", "ready", "draining", "sleeping"]
 _ROLES, _STATES = frozenset(get_args(Role)), frozenset(get_args(State))
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,8 @@ class Member:
     """Changes of the names of adapters; set by gateways only."""
     lora: AdapterReport = dataclasses.field(default_factory=AdapterReport)
     """Adapters in a worker's memory; set by workers that take adapters only."""
+    sleep: Sleep = dataclasses.field(default_factory=Sleep)
+    """Of a worker: the sleep that it has reached. Of a gateway: the newest sleep that it knows to be wanted."""
     beats: bool = True
     """Whether the member writes beats. Members of earlier releases write none."""
 

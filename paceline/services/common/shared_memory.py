@@ -23,12 +23,15 @@ _PAGE = 2 << 20
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25
+_FALLOC_KEEP_SIZE = 0x01
+_FALLOC_PUNCH_HOLE = 0x02
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 def map_shared(descriptor: int, size: int) -> memoryview:
@@ -73,6 +76,16 @@ def take_huge_pages(descriptor: int, size: int) -> bool:
     for start in range(0, whole, _PAGE):
         os.pwrite(descriptor, b"\0", start)
     return bool(_libc.madvise(ctypes.addressof(ctypes.c_ubyte.from_buffer(view)), whole, _MADV_COLLAPSE) == 0)
+
+
+def give_back(descriptor: int, size: int) -> None:
+    """Give the memory of the first `size` bytes of a file back to the system, for all processes that map it.
+
+    The file keeps its size, and these bytes read as zeros afterwards. Raises OSError if the file system cannot do it.
+    """
+    if _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, 0, size):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _mmap(at: int | None, size: int, protection: int, flags: int, descriptor: int) -> int:

@@ -19,6 +19,7 @@ from paceline.services.worker.encoding import EncodeHandler
 from paceline.services.worker.encodings import Encodings
 from paceline.services.worker.work_check import check_encode
 from paceline.services.worker.worker_setup import ArenaPlace, WorkerSetup, max_model_len
+from paceline.services.worker.worker_sleep import WorkerSleep, check_maps, give_back_weights, take_back_weights
 
 
 async def make_worker(setup: WorkerSetup) -> EncodeWorker:
@@ -57,6 +58,8 @@ class EncodeWorker:
         self.weights = loaded.weights
         self.max_model_len = max_model_len(setup.config, loaded.layout, loaded.max_position, place.slots, place.slots)
         self.admission = WorkerAdmission(setup.config.max_seqs)
+        self._weight_maps, self._session = setup.weight_maps, setup.kv.session
+        self.sleep = WorkerSleep(self, setup.role)
         self._takes_turns = place.turns is not None
         self._bare = BareEngine(place.turns)
         self.engine, self.failed = self._bare.engine, self._bare.failed
@@ -92,6 +95,23 @@ class EncodeWorker:
         KV.
         """
         return WorkReport(shares_cores=self._takes_turns)
+
+    # ---- sleep, see `Sleeping`
+
+    def check_sleep(self) -> None:
+        check_maps(self._weight_maps)
+
+    async def sleep_weights(self, level: int) -> None:
+        await give_back_weights(self._weight_maps, level)
+
+    async def wake_weights(self) -> None:
+        await take_back_weights(self._weight_maps)
+
+    async def sleep_blocks(self) -> None:
+        await self._session.set_asleep(True)
+
+    async def wake_blocks(self) -> None:
+        await self._session.set_asleep(False)
 
     def samples(self) -> Iterator[Sample]:
         """Yield the metrics of the engine and of the encoders."""

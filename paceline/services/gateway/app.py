@@ -25,6 +25,7 @@ from paceline.services.gateway.api.operators.adapters import add_adapters
 from paceline.services.gateway.api.operators.cache_reset import add_cache_reset
 from paceline.services.gateway.api.operators.routes import add_operations
 from paceline.services.gateway.api.operators.scaling import add_scaling
+from paceline.services.gateway.api.operators.sleep import add_sleep
 from paceline.services.gateway.api.operators.step_records import add_step_records
 from paceline.services.gateway.api.pooling.bodies import TeiError
 from paceline.services.gateway.api.pooling.cohere import add_cohere
@@ -116,6 +117,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     add_scaling(app.router, gateway)
     add_cache_reset(app.router, gateway)
     add_adapters(app.router, gateway)
+    add_sleep(app.router, gateway)
     add_step_records(app.router, gateway)
     add_console(app.router, gateway)
     batches = add_batches(app.router, gateway, store, app)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -72,7 +72,7 @@ class Gateway:
             constraints=ConstraintCompiler(config, models),
         )
         self.constraints = shared.constraints
-        self.traces, self.requests = shared.traces, shared.requests
+        self.traces = shared.traces
         fleets = (ModelFleet(own, tokenizer, shared, index) for index, (own, tokenizer) in enumerate(models))
         self.models = {fleet.name: fleet for fleet in fleets}
         """The models by their names in the API, without their adapters."""
@@ -122,6 +122,11 @@ class Gateway:
                 await self.traces.requests.wait_until_idle()  # slow clients may still read
         for model in self.models.values():
             model.runner.abort()
+
+    def abort(self, request_id: str, may_end: Callable[[str], bool]) -> None:
+        """End all requests with this id, of any model, whose owner `may_end` accepts."""
+        for model in self.models.values():
+            model.requests.abort(request_id, may_end)
 
     def running_sequences(self) -> int:
         """Return the number of sequences of all models that wait or run."""

@@ -53,6 +53,7 @@ from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.notices import PlacementLog
 from paceline.services.gateway.sequences.patience import life_seconds
 from paceline.services.gateway.sequences.runner import SequenceRunner
+from paceline.services.gateway.sleep_keeper import SleepKeeper
 from paceline.services.gateway.telemetry.adapter_use import AdapterUse
 from paceline.services.gateway.telemetry.feed import Feed
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics
@@ -78,7 +79,6 @@ class Shared:
     abilities: dict[str, list[str]] = field(default_factory=dict)
     """What each model can do, by its name in the API."""
     traces: TraceBook = field(default_factory=TraceBook)
-    requests: RunningRequests = field(default_factory=RunningRequests)
     gateway_id: str = field(default_factory=partial(unique_name, "gateway"))
     """This gateway's name in every fleet."""
     epoch: int = field(default_factory=time.time_ns)
@@ -97,7 +97,7 @@ class ModelFleet:
         self._index = index
         self.name = config.served_model_name or Path(config.model).name
         self.tokenizer = tokenizer
-        self.media, self.traces, self.requests = shared.media, shared.traces, shared.requests
+        self.media, self.traces, self.requests = shared.media, shared.traces, RunningRequests()
         self.adapters = AdapterBook(adapter_folders(config))
         self.adapter: Adapter | None = None
         """The adapter that a request names in place of the model; see `under`."""
@@ -141,8 +141,15 @@ class ModelFleet:
             self._prefixes,
             shared.classes,
             count_refusal=partial(shared.metrics.count_refusal, self.name),
-            announce=self._registrar.announce,
+            announce=self._note_waiting,
             observe_search=self.metrics.search.observe,
+        )
+        self.sleep = SleepKeeper(
+            self.fleet,
+            config.sleep_after,
+            is_used=lambda: self.runner.sequences.count + self.runner.waiting > 0,
+            abort=self.requests.abort_all,
+            announce=self._registrar.announce,
         )
         self.metrics.read_from(self.fleet.workers, self.runner)
         self.adapter_use = AdapterUse(self.adapters, self.runner.traffic, self.fleet.workers)
@@ -157,6 +164,12 @@ class ModelFleet:
         for gateway in self.fleet.gateways:
             self.adapters.merge(gateway.adapters)
         self.runner.follow_fleet()
+        self.sleep.follow_fleet()
+
+    def _note_waiting(self) -> None:
+        """Note that a request begins to wait for a ready worker while no other request does."""
+        self._registrar.announce()
+        self.sleep.wake_if_used()
 
     def name_adapter(self, adapter: Adapter) -> None:
         """Give an adapter a name, here and at the model's other gateways. Raises BusyError if there are too many."""
@@ -189,6 +202,7 @@ class ModelFleet:
         self.runner.abort()
         await self._watch.close()
         await self.console.close()
+        await self.sleep.close()
         await self._registrar.stop()
         await self._placements.close()
         await self.runner.hints.close()
@@ -210,8 +224,8 @@ class ModelFleet:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a worker is ready for the requests of this model, or a planner will start one."""
-        return self.fleet.has_worker(self.generates) or self.fleet.may_be_empty
+        """Whether a worker is ready for the requests of this model or sleeps, or a planner will start one."""
+        return self.fleet.has_worker(self.generates) or self.fleet.may_be_empty or self.fleet.sleeps
 
     @property
     def generates(self) -> bool:
@@ -341,6 +355,7 @@ class ModelFleet:
             keys=self._shared.key_uses(),
             traffic=self.runner.traffic.report(),
             adapters=self.adapters.changes,
+            sleep=self.sleep.book.wish,
         )
 
 

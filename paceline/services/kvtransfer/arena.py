@@ -12,10 +12,13 @@ import secrets
 import stat
 from pathlib import Path
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import BusyError, ConfigError
 from paceline.core.machine import available_memory
 from paceline.core.turns import PAGE_BYTES
-from paceline.services.common.shared_memory import is_mapped, take_huge_pages
+from paceline.services.common.shared_memory import give_back, is_mapped, take_huge_pages
+
+_SECTOR = 512
+"""Unit of the system's count of a file's memory, in bytes."""
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +42,42 @@ class Arena:
         check_room(folder, size)
         self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
-            if not take_huge_pages(self._descriptor, size):
-                log.info("at least a part of the arena has small pages; attention is faster with huge pages")
-            # Allocate all pages now. If a page could not be allocated at a worker's first write, SIGBUS would kill it.
-            os.posix_fallocate(self._descriptor, 0, size + PAGE_BYTES)
+            self._allocate()
         except OSError as error:
             self.close()
             raise ConfigError(
                 f"cannot make an arena of {_mib(size)} in {folder} ({error.strerror}); lower it with --kv-memory"
             ) from error
+
+    def _allocate(self) -> None:
+        """Allocate all pages. Raises OSError if there is too little memory."""
+        if not take_huge_pages(self._descriptor, self.size):
+            log.info("at least a part of the arena has small pages; attention is faster with huge pages")
+        # If a page could not be allocated at a worker's first write, SIGBUS would kill the worker.
+        os.posix_fallocate(self._descriptor, 0, self.size + PAGE_BYTES)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether all pages are allocated, as they are until `give_back`."""
+        return os.fstat(self._descriptor).st_blocks * _SECTOR >= self.size
+
+    def give_back(self) -> None:
+        """Give the memory of all blocks back to the system. Their content is lost. No worker may touch a block before
+        `take_back`.
+        """
+        try:
+            give_back(self._descriptor, self.size)
+        except OSError as error:
+            log.warning("the memory of %s stays allocated while all workers sleep (%s)", self.path, error.strerror)
+
+    def take_back(self) -> None:
+        """Allocate the memory of all blocks again. Raises BusyError if the system has too little memory now."""
+        try:
+            check_room(self.path.parent, self.size)
+            self._allocate()
+        except (ConfigError, OSError) as error:
+            self.give_back()  # a part may have been allocated
+            raise BusyError(f"the KV memory of this host cannot wake now: {error}") from error
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from paceline.core.cache_policy.base import CachePolicy
 from paceline.core.cache_policy.hints import Hint
 from paceline.core.cache_policy.lru import LRU
+from paceline.core.errors import BusyError
 from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.credentials import Credentials
@@ -99,6 +100,8 @@ class HostMemory:
     def __init__(self, options: HostOptions, layout: KVLayout, arena: Arena) -> None:
         self.layout = layout
         self.arena = arena
+        self.asleep = not arena.has_memory
+        """Whether the memory of the blocks is given back to the system, so that no block may be used."""
         self.pool_id = secrets.token_hex(8)
         """Random id of this memory. A later memory of the host has another one."""
         slots = arena.size // layout.slot_bytes
@@ -133,6 +136,24 @@ class HostMemory:
             self.ledger.expect(group, digest, hint, self._clock())
             if self.disk is not None:
                 self.disk.expect(group, digest, hint)
+
+    def sleep(self) -> None:
+        """Forget all cached blocks, and give the arena's memory back to the system.
+
+        Blocks that the disk tier has are found there after the sleep. Raises BusyError if blocks are in use.
+        """
+        self.ledger.forget()
+        counts = self.ledger.counts()
+        if used := counts.total - counts.free:
+            raise BusyError(f"{used} KV blocks of this host are in use")
+        self.arena.give_back()
+        self.asleep = True
+
+    def wake(self) -> None:
+        """Allocate the arena's memory again. Raises BusyError if the system has too little memory now."""
+        if self.asleep:
+            self.arena.take_back()
+            self.asleep = False
 
     async def sweep(self) -> None:
         """Close connections to other hosts that have been idle for a long time."""

@@ -78,6 +78,7 @@ class Keeper:
         if memory is None:
             return
         memory.ledger.expire(now)
+        self._sessions.settle()  # for example, the last worker that was awake has ended
         overdue = memory.ledger.take_overdue()
         for key in overdue:
             log.warning(

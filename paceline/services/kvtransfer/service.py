@@ -131,6 +131,12 @@ class KVTransferService(pb_grpc.KVTransferServicer):
             return pb.LeaveReply(blocks=await self.departure.leave(request.session))
         raise AssertionError("mapped_errors ended the call")
 
+    async def SetAsleep(self, request: pb.SetAsleepRequest, context: Context) -> pb.SetAsleepReply:
+        async with mapped_errors(context):
+            self._keeper.note_change()
+            await self.sessions.set_asleep(request.session, request.asleep)
+        return pb.SetAsleepReply()
+
     async def CopyPrefixes(self, request: pb.CopyPrefixesRequest, context: Context) -> pb.CopyPrefixesReply:
         async with mapped_errors(context):
             memory = self._exporting(request.fingerprint)

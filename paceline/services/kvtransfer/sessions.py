@@ -24,6 +24,9 @@ from paceline.services.kvtransfer.reconciliation import Claimant, Reconciliation
 _MAX_SLOTS = 1 << 22
 _MAX_SESSIONS = 1024
 _MAX_NAME = 256
+_SETTLE_SECONDS = 5.0
+"""Longest wait until no block is in use, when the last worker has fallen asleep, in seconds."""
+_SETTLE_PAUSE = 0.05
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ class Sessions:
         self.leaving = asyncio.Event()
         """Set when the service is about to end, so that its workers drain."""
         self.closing = asyncio.Event()
+        self._asleep: set[int] = set()
+        """Sessions whose workers sleep and need no blocks."""
         self._drained: set[int] = set()
         """Sessions whose workers have announced that they leave."""
         self._left = asyncio.Event()
@@ -82,6 +87,8 @@ class Sessions:
         """Return the memory. Raises PacelineError if there is none yet."""
         if self.memory is None:
             raise PacelineError("this host has no KV blocks: no worker has come yet")
+        if self.memory.asleep:
+            raise UnavailableError("all workers of this host sleep, so it has no KV blocks")
         return self.memory
 
     def check(self, session: int) -> HostMemory:
@@ -118,15 +125,50 @@ class Sessions:
                 f"{difference(self.memory.layout, layout)}; all workers of a host must serve the same model with the "
                 "same dtype and version"
             )
+        if request.asleep:
+            self._asleep.add(session)
+        else:
+            self.memory.wake()
         self.workers[session] = request.worker_id
         log.info("%s worker %s attached", request.role, request.worker_id)
         return self.memory
+
+    async def set_asleep(self, session: int, asleep: bool) -> None:
+        """Note that a worker sleeps, or is awake and needs blocks. While all workers sleep, the memory does, too.
+
+        Returns when the memory sleeps or other workers need it, or when it is awake. Raises BusyError if blocks stay in
+        use, or if the system has too little memory now, and PacelineError if the session has ended.
+        """
+        memory = self.check(session)
+        if not asleep:
+            memory.wake()
+            self._asleep.discard(session)
+            return
+        self._asleep.add(session)
+        for _ in range(round(_SETTLE_SECONDS / _SETTLE_PAUSE)):
+            if self.settle() or session not in self._asleep:
+                return
+            await asyncio.sleep(_SETTLE_PAUSE)
+        raise BusyError("KV blocks of this host are still in use, so its memory does not sleep yet")
+
+    def settle(self) -> bool:
+        """Let the memory sleep if all workers do. Return False if blocks in use prevent this now."""
+        memory = self.memory
+        if memory is None or memory.asleep or not self.workers or not self.workers.keys() <= self._asleep:
+            return True
+        try:
+            memory.sleep()
+        except BusyError:
+            return False
+        log.info("all workers sleep: %d bytes of KV memory are given back", memory.arena.size)
+        return True
 
     def leave(self, session: int) -> None:
         """End a session and its leases, whose blocks drain first. Does nothing if the session never began."""
         if self.reconciliation is not None:
             self.reconciliation.remove(session)
         self._drained.discard(session)
+        self._asleep.discard(session)
         worker_id = self.workers.pop(session, None)
         self._left.set()
         if worker_id is not None and self.memory is not None:

@@ -108,6 +108,8 @@ class PlannerService:
         """Whether the previous planner's numbers were read since this planner got the lease."""
         self._roles: tuple[Role, ...] = ()
         """Roles that the platform could scale when its state was last read."""
+        self._sleeps = False
+        """Whether a worker slept when the members were last read. The fleet stays as it is then."""
         self._told: set[Role] = set()
         """Roles whose sharing of cores was logged already."""
         self._trouble = ""
@@ -131,6 +133,8 @@ class PlannerService:
         now = self._clock()
         try:
             await self._look(now)
+            if self._sleeps:
+                return  # idle workers would look superfluous, and those that wake would look new
             if now >= self._next or self._builder.waits_without_worker():
                 self._next = now + self._planner.objectives.fast_seconds
                 await self._decide(now)
@@ -158,6 +162,7 @@ class PlannerService:
     async def _look(self, now: float) -> None:
         """Read the members and renew the lease. Raises RedisError."""
         members = await read_members(self._client, self._cluster, self._signatures)
+        self._sleeps = any(member.state == "sleeping" for member in members)
         ages = await read_ages(self._client, self._cluster, members)
         self._builder.observe(now, map(Seen, members, ages))
         self.metrics.leads = await self._lease.renew()

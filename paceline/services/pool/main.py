@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -17,6 +18,7 @@ from paceline.models.pooling.model import PoolingModel
 from paceline.proto import common_pb2, worker_pb2_grpc
 from paceline.services.pool.worker import PoolWorker
 from paceline.services.worker.compute import ComputeService
+from paceline.services.worker.maintenance import SleepService
 from paceline.services.worker.worker_process import run_worker
 from paceline.services.worker.worker_setup import ComputeOptions, WorkerSetup, chosen_device, named_dtype
 
@@ -27,9 +29,10 @@ async def run(config: PoolConfig) -> None:
 
 
 def add_pool(server: grpc.aio.Server, worker: PoolWorker) -> None:
-    """Add `Compute` to the server, for pooling only."""
+    """Add `Compute` to the server, for pooling only, and `Maintenance`."""
     handlers = {common_pb2.WORK_KIND_POOL: worker.serve}
     worker_pb2_grpc.add_ComputeServicer_to_server(ComputeService(worker, handlers), server)
+    worker_pb2_grpc.add_MaintenanceServicer_to_server(SleepService(worker.sleep), server)
 
 
 def resolve(config: WorkerConfig) -> ComputeOptions:
@@ -47,7 +50,7 @@ def resolve(config: WorkerConfig) -> ComputeOptions:
 async def make_worker(setup: WorkerSetup) -> PoolWorker:
     """Load the model and return the worker. Raises PacelineError."""
     model, weights = await asyncio.to_thread(_load, setup)
-    return PoolWorker(model, weights, setup)
+    return PoolWorker(model, weights, setup, partial(_load, setup))
 
 
 def _load(setup: WorkerSetup) -> tuple[PoolingModel, str]:

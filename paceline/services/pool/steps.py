@@ -59,7 +59,8 @@ class PoolSteps:
     """
 
     def __init__(self, model: RunsInputs, planner: StepPlanner, launch: Callable[[EncodeJob], None]) -> None:
-        self._model = model
+        self.model: RunsInputs | None = model
+        """The model; None while it is not loaded. It changes only while there are no calls."""
         self._planner = planner
         self._launch = launch
         self._loop = asyncio.get_running_loop()
@@ -115,7 +116,8 @@ class PoolSteps:
             began = time.perf_counter()
             # A call that was removed may have been planned already. Its inputs are few, at most a step.
             inputs = [row for piece in pieces for row in piece.inputs]
-            results = iter(self._model.run(inputs, pieces[0].call.wish))
+            assert self.model is not None
+            results = iter(self.model.run(inputs, pieces[0].call.wish))
             for piece in pieces:
                 own = [next(results) for _ in piece.inputs]
                 messages.append(list(to_messages(piece.first, own)))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import InvalidRequestError, ModelError, UnavailableError
+from paceline.core.machine import trim_heap
 from paceline.core.metrics import Sample
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.models.pooling.model import PoolingModel, TextRow
@@ -22,6 +24,7 @@ from paceline.services.worker.compute import Send
 from paceline.services.worker.event_stream import ALIVE_SECONDS
 from paceline.services.worker.work_check import check_pool
 from paceline.services.worker.worker_setup import WorkerSetup, machine_turns
+from paceline.services.worker.worker_sleep import WorkerSleep
 
 
 class PoolWorker:
@@ -29,18 +32,25 @@ class PoolWorker:
 
     Its engine has no requests and runs only steps of `PoolSteps`. If workers share the cores of a machine, this worker
     takes turns with them as a prefill worker does.
+
+    Args:
+        reload: loads the model and returns it with the digest of its weights, after a sleep has dropped it.
     """
 
     layout = None
 
-    def __init__(self, model: PoolingModel, weights: str, setup: WorkerSetup) -> None:
+    def __init__(
+        self, model: PoolingModel, weights: str, setup: WorkerSetup, reload: Callable[[], tuple[PoolingModel, str]]
+    ) -> None:
         self.model_id = setup.model_id
         self.weights = weights
         config = setup.config
         own = model.config.max_tokens
         self.max_model_len = min(config.max_model_len, own) if config.max_model_len else own
         self.admission = WorkerAdmission(config.max_seqs)
-        self._model = model
+        self.sleep = WorkerSleep(self, setup.role)
+        self._model: PoolingModel | None = model
+        self._reload = reload
         turns = machine_turns(setup)
         self._takes_turns = turns is not None
         self._bare = BareEngine(turns)
@@ -66,6 +76,7 @@ class PoolWorker:
         """Compute the inputs of a call, and send their results as steps end."""
         wish = wish_from_pb(work.pool)
         rows = [TextRow(list(each.token_ids), each.second_start, each.prompt_tokens) for each in work.pool.inputs]
+        assert self._model is not None
         self._model.check(rows, wish)
         wanted = work.ttft_seconds if work.HasField("ttft_seconds") else None
         call = PoolCall(rows, wish, work.background, wanted)
@@ -89,6 +100,30 @@ class PoolWorker:
                     await send(worker_pb2.ComputeEvent(pooled=message, report=None if number else report))
         finally:
             self.steps.remove(call)
+
+    # ---- sleep, see `Sleeping`
+
+    def check_sleep(self) -> None:
+        """Return, because every pool worker can drop its model and load it again."""
+
+    async def sleep_weights(self, level: int) -> None:
+        self._model = self.steps.model = None
+        gc.unfreeze()  # what was there when the worker started counts as garbage now, too
+        await asyncio.to_thread(gc.collect)
+        trim_heap()
+
+    async def wake_weights(self) -> None:
+        model, weights = await asyncio.to_thread(self._reload)
+        if weights != self.weights:
+            # Answers must not change while the cluster believes that the weights are the same.
+            raise ModelError("the model's folder has changed while the worker slept; restart the worker to serve it")
+        self._model = self.steps.model = model
+
+    async def sleep_blocks(self) -> None:
+        """Return, because a pool worker has no KV blocks."""
+
+    async def wake_blocks(self) -> None:
+        """Return, because a pool worker has no KV blocks."""
 
     def load(self) -> LoadReport:
         """Return the worker's load, by which gateways choose workers."""

@@ -118,6 +118,10 @@ class AdapterStore:
         finally:
             held.requests -= 1
 
+    def forget_unused(self) -> None:
+        """Drop the adapters that no request needs. The next request of each reads it again."""
+        self._held = {digest: held for digest, held in self._held.items() if held.requests}
+
     def adapter_of(self, work: pb.Work) -> LoadedAdapter | None:
         """Return the adapter of a request, which `holding` keeps; None if the request has none."""
         return self._held[work.adapter.digest].loaded.result() if work.HasField("adapter") else None

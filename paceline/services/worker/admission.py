@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Literal
 
 from paceline.core.errors import BusyError, DrainingError
 from paceline.core.types import Key
@@ -25,6 +26,8 @@ class WorkerAdmission:
         """Requests that were admitted and have not ended."""
         self.draining = False
         """Whether new requests are refused. `drain` sets it."""
+        self.asleep = False
+        """Whether new requests are refused, because the worker sleeps or is about to."""
         self._drain_listeners: list[Callable[[], None]] = []
         self._max_requests = max_requests
         self._preempted: dict[Key, bool] = {}
@@ -34,6 +37,11 @@ class WorkerAdmission:
         self._idle.set()
         self._emptied = asyncio.Event()
 
+    @property
+    def state(self) -> Literal["ready", "draining", "sleeping"]:
+        """The state of the worker's member."""
+        return "draining" if self.draining else "sleeping" if self.asleep else "ready"
+
     @contextlib.asynccontextmanager
     async def admit(self, background: bool = False) -> AsyncIterator[None]:
         """Count one request while the body of the `with` statement runs.
@@ -42,11 +50,13 @@ class WorkerAdmission:
             background: whether nobody waits for the request. If so, it comes after all preempted requests.
 
         Raises:
-            BusyError: the worker has no room now.
+            BusyError: the worker has no room now, or sleeps.
             DrainingError: the worker is draining, or it began to drain meanwhile and its time for draining is over.
         """
         if self.draining:
             raise _draining()
+        if self.asleep:
+            raise _asleep()
         first = [key for key, is_background in self._preempted.items() if background >= is_background]
         if first:
             raise BusyError(f"{len(first)} requests that were preempted wait for blocks, and they come first")
@@ -67,10 +77,13 @@ class WorkerAdmission:
             continues: whether the work belongs to a request that was admitted here. Then a draining worker takes it.
 
         Raises:
+            BusyError: the worker sleeps and the work does not continue a request.
             DrainingError: the worker drains and the work does not continue a request, or the time for draining is over.
         """
         if self.draining and not continues:
             raise _draining()
+        if self.asleep and not continues:
+            raise _asleep()
         async with self._running():
             yield
 
@@ -132,18 +145,19 @@ class WorkerAdmission:
         Returns whether nothing runs any more.
         """
         self.begin_drain()
-        if await self._is_idle_within(seconds):
+        if await self.is_idle_within(seconds):
             return True
         now = asyncio.get_running_loop().time()
         for deadline in self._deadlines:
             deadline.reschedule(now)
-        return await self._is_idle_within(ENDING_SECONDS)
+        return await self.is_idle_within(ENDING_SECONDS)
 
     def reopen(self) -> None:
         """Admit requests again after a drain."""
         self.draining = False
 
-    async def _is_idle_within(self, seconds: float) -> bool:
+    async def is_idle_within(self, seconds: float) -> bool:
+        """Wait up to `seconds` until nothing runs. Return whether nothing runs then."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -152,3 +166,7 @@ class WorkerAdmission:
 
 def _draining() -> DrainingError:
     return DrainingError("this worker is draining")
+
+
+def _asleep() -> BusyError:
+    return BusyError("this worker sleeps")

@@ -53,6 +53,16 @@ class KVMemory:
             return ArenaPool()
         return DevicePool(self.layout, self.slots, self.shared.directory if self.shared else None)
 
+    def give_back(self) -> None:
+        """Give the memory of the worker's own pool back to the system. It must have no blocks."""
+        if self.shared is not None:
+            self.shared.give_back()
+
+    def take_back(self) -> None:
+        """Allocate the memory of the worker's own pool again. Raises BusyError if there is too little memory now."""
+        if self.shared is not None:
+            self.shared.take_back()
+
     def close(self) -> None:
         """Stop sharing pools with other processes. The engine must have stopped."""
         for part in (self.peers, self.shared):

@@ -32,6 +32,8 @@ from paceline.services.worker.leases import Leases
 ATTACH_SECONDS = 60.0
 """Longest wait for a service to start, in seconds. A service may start after its workers."""
 CALL_SECONDS = 5.0
+SLEEP_SECONDS = 60.0
+"""Longest wait until kvtransfer has given the arena's memory back, or has allocated it again, in seconds."""
 RETURN_SECONDS = 10.0
 """Longest wait until a killed service has been started again, in seconds."""
 
@@ -92,6 +94,8 @@ class KVSession:
         self._connection: HostConnection | None = None
         self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._asleep = False
+        """Whether this worker sleeps and needs no blocks."""
 
     async def attach(self, layout: KVLayout, context_tokens: int) -> MappedArena:
         """Join the host's arena and map it. Wait up to ATTACH_SECONDS for the service. Raises PacelineError.
@@ -149,6 +153,20 @@ class KVSession:
         except TimeoutError:
             raise UnavailableError(f"kvtransfer does not answer within {CALL_SECONDS:g} s") from None
 
+    async def set_asleep(self, asleep: bool) -> None:
+        """Tell kvtransfer whether this worker needs blocks. The worker may use blocks again when this returns.
+
+        Raises BusyError if blocks of the host stay in use, or if there is too little memory now, and UnavailableError
+        if kvtransfer does not answer.
+        """
+        self._asleep = asleep  # at once, for a service that is restarted meanwhile
+        request = pb.SetAsleepRequest(session=self.id, asleep=asleep)
+        call = self.stub.SetAsleep(request, timeout=SLEEP_SECONDS, wait_for_ready=True)
+        try:
+            await heeding_cancellation(call)
+        except grpc.aio.AioRpcError as error:
+            raise unmapped_error(error, f"kvtransfer at {self.address}") from error
+
     # ---- begin
 
     def _take_in(self, event: pb.AttachEvent) -> None:
@@ -182,6 +200,7 @@ class KVSession:
             role=self.role,
             layout=layout_to_pb(layout),
             context_tokens=self._context_tokens,
+            asleep=self._asleep,
             **again,
         )
 

@@ -84,7 +84,9 @@ async def make_worker(setup: WorkerSetup) -> Worker:
     limits = WorkerLimits(*sizes, steps_in_flight, itl_target, config.max_adapters)
     how = loaded.model.config.bidirectional, pooling_choice(config)
     pooler = await asyncio.to_thread(load_pooler, setup.folder, *how)
-    worker = Worker(loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns, pooler)
+    worker = Worker(
+        loaded, setup.model_id, setup.role, memory, setup.kv, limits, place.turns, pooler, setup.weight_maps
+    )
     await asyncio.to_thread(worker.adapters.check, adapter_folders(config).values())
     await warm_up(worker)
     await worker.load_for(setup.role.name)

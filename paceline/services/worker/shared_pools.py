@@ -22,12 +22,13 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
+from paceline.core.errors import BusyError
 from paceline.core.kv_layout import KVLayout
 from paceline.engine.pool_directory import BlockCopy, PoolDirectory
 from paceline.kernels.block_copies import BlockCopies
 from paceline.kernels.native.library import memory_fence
 from paceline.proto import kvtransfer_pb2 as pb
-from paceline.services.common.shared_memory import map_shared, take_huge_pages
+from paceline.services.common.shared_memory import give_back, map_shared, take_huge_pages
 
 
 def device_name(device: torch.device) -> str:
@@ -141,6 +142,19 @@ class SharedPool:
         except BaseException:
             self.close()
             raise
+
+    def give_back(self) -> None:
+        """Give the memory of all blocks back to the system. The pool must be empty. On a GPU, do nothing."""
+        if not self.pool.is_cuda:
+            give_back(self._descriptor, self.pool.nbytes)
+
+    def take_back(self) -> None:
+        """Allocate the memory of all blocks again. Raises BusyError if the system has too little memory now."""
+        try:
+            os.posix_fallocate(self._descriptor, 0, _file_bytes(self.about))
+        except OSError as error:
+            self.give_back()  # a part may have been allocated
+            raise BusyError(f"the worker's KV pool cannot wake now ({error.strerror})") from error
 
     def close(self) -> None:
         """Prevent new reads from now on. Closing twice is no error."""

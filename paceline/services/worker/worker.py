@@ -21,6 +21,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.speculation import Speculation
 from paceline.engine.step import Event
+from paceline.models.files.weight_maps import WeightMaps
 from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
 from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
@@ -40,6 +41,7 @@ from paceline.services.worker.pool_counts import PoolCounts
 from paceline.services.worker.request_media import RequestMediaTable
 from paceline.services.worker.work_check import check_encode, check_pool, check_pool_contexts, check_work
 from paceline.services.worker.worker_role import WorkerRole
+from paceline.services.worker.worker_sleep import WorkerSleep, check_maps, give_back_weights, take_back_weights
 
 Argument = TypeVar("Argument")
 
@@ -79,6 +81,7 @@ class Worker:
         memory: memory of KV blocks in which the device computes.
         turns: the worker's time slices; None if it shares its cores with no other worker.
         pooler: makes vectors or labels of hidden states; None if the model only generates.
+        weight_maps: the files from which the weights are mapped; None if they are in memory of the worker's own.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Worker:
         limits: WorkerLimits,
         turns: RoleTurns | None = None,
         pooler: Pooler | None = None,
+        weight_maps: WeightMaps | None = None,
     ) -> None:
         self.model_id = model_id
         self.role = role
@@ -106,6 +110,8 @@ class Worker:
         self.limits = limits
         self.takes_turns = turns is not None
         self.admission = WorkerAdmission(limits.max_seqs)
+        self._weight_maps = weight_maps
+        self.sleep = WorkerSleep(self, role)
         self._facts = loaded.model.config
         self.pooler = pooler
         self.adapters = AdapterStore(loaded.adapters, limits.max_adapters)
@@ -326,6 +332,27 @@ class Worker:
 
         self.engine.forget(self._on_loop(tell))
         return await forgotten
+
+    # ---- sleep, see `Sleeping`
+
+    def check_sleep(self) -> None:
+        check_maps(self._weight_maps)
+
+    async def sleep_weights(self, level: int) -> None:
+        self.adapters.forget_unused()
+        await give_back_weights(self._weight_maps, level)
+
+    async def wake_weights(self) -> None:
+        await take_back_weights(self._weight_maps)
+
+    async def sleep_blocks(self) -> None:
+        await self.reset_pool()
+        self.memory.give_back()
+        await self.kv.session.set_asleep(True)
+
+    async def wake_blocks(self) -> None:
+        await self.kv.session.set_asleep(False)
+        await asyncio.to_thread(self.memory.take_back)
 
     @property
     def requests(self) -> int:

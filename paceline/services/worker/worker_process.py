@@ -44,6 +44,7 @@ from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.kv_client import KVClient
 from paceline.services.worker.worker_role import WorkerRole
 from paceline.services.worker.worker_setup import ComputeOptions, WorkerSetup
+from paceline.services.worker.worker_sleep import WorkerSleep
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class AnyWorker(Protocol):
     admission: WorkerAdmission
     weights: str
     """Digest of the model's config and weights; workers with equal digests can continue each other's answers."""
+    sleep: WorkerSleep
     failed: asyncio.Future[None]
     """A future that gets an exception if the engine fails."""
 
@@ -197,6 +199,7 @@ class WorkerProcess(Generic[W]):
             await listener.start()
             undo.push_async_callback(listener.close)
             self.socket = str(listener.path)
+        undo.push_async_callback(worker.sleep.stop)
         undo.push_async_callback(self._role.stop)  # a change of role must not go on in a worker that failed
         await self._server.set_ready(True)
         self._worker = worker
@@ -226,6 +229,7 @@ class WorkerProcess(Generic[W]):
         still run after `seconds` are ended. Raises UnavailableError if the engine failed.
         """
         admission = self.worker.admission
+        await self.worker.sleep.stop()
         admission.begin_drain()
         await self._role.stop()
         self._state_since = time.monotonic()
@@ -300,7 +304,8 @@ class WorkerProcess(Generic[W]):
         work.startup_seconds, work.state_seconds = self._startup_seconds, state_seconds
         return replace(
             member,
-            state="draining" if worker.admission.draining else "ready",
+            state=worker.admission.state,
+            sleep=worker.sleep.state,
             layout="" if worker.layout is None else worker.layout.fingerprint,
             weights=worker.weights,
             max_model_len=worker.max_model_len,

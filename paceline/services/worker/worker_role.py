@@ -78,7 +78,7 @@ class WorkerRole:
         Raises:
             InvalidRequestError: a worker of text models cannot have this role.
             StaleError: the member has another epoch, so the caller knows an old state.
-            BusyError: the worker is about to get another role.
+            BusyError: the worker is about to get another role, or sleeps.
             DrainingError: the worker is ending.
         """
         wanted = next((each for each in WORKING_ROLES if each == role), None)
@@ -94,10 +94,21 @@ class WorkerRole:
             raise DrainingError("this worker is draining")
         if wanted == self.name:
             return self.epoch
+        if worker.admission.asleep:
+            raise BusyError("this worker sleeps; wake it before it gets another role")
         self._next = wanted, max(time.time_ns(), self.epoch + 1)
         worker.admission.begin_drain()  # at once, so that nothing happens between the decision and the fence
         self._changing = asyncio.create_task(self._change(worker, *self._next), name="change of role")
         return self._next[1]
+
+    async def announce(self) -> None:
+        """Tell the cluster what has changed about the worker."""
+        await self._tell(True)
+
+    def renew(self) -> None:
+        """Give the member a new epoch in the same role, so that gateways treat it as a new worker."""
+        self._earlier.add(self.epoch)
+        self.epoch = max(time.time_ns(), self.epoch + 1)
 
     async def stop(self) -> None:
         """End a change under way, because the worker ends. The worker keeps its old role and refuses new work."""

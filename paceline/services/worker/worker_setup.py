@@ -23,6 +23,7 @@ from paceline.kernels import instruction_set_of, rounds_blocks, select_kernels
 from paceline.kernels.interface import Kernels
 from paceline.models.adapters.loading import AdapterRules, target_modules
 from paceline.models.config import read_facts, rounds_input, weight_form
+from paceline.models.files.weight_maps import WeightMaps
 from paceline.models.identity import implementation_name
 from paceline.models.loader import AdapterChoice
 from paceline.services.worker.kv_client import KVClient
@@ -132,6 +133,12 @@ class WorkerSetup:
     def packed_dir(self) -> Path | None:
         """The folder in which the workers of the host share packed weights."""
         return Path(self.config.packed_dir) if self.config.packed_dir else None
+
+    @property
+    def weight_maps(self) -> WeightMaps | None:
+        """The files from which the worker maps its weights; None if the weights are in memory of its own."""
+        on_cpu = self.compute.device.type == "cpu"
+        return WeightMaps(self.packed_dir, self.folder) if on_cpu and self.packed_dir else None
 
     @property
     def speculative(self) -> SpeculativeConfig | None:

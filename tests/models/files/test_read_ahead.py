@@ -60,7 +60,7 @@ def test_a_map_that_memory_may_not_hold_is_not_read(
 ) -> None:
     calls: list[tuple[int, int, int]] = []
     monkeypatch.setattr(module, "available_memory", lambda: memory)
-    monkeypatch.setattr(module, "_advise", lambda *call: calls.append(call))
+    monkeypatch.setattr(module, "advise", lambda *call: calls.append(call))
     read_ahead([map_file(file)])
     for thread in threading.enumerate():
         if thread.name.startswith("read-ahead"):
@@ -70,7 +70,7 @@ def test_a_map_that_memory_may_not_hold_is_not_read(
 
 def test_an_announcement_covers_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int, int]] = []
-    monkeypatch.setattr(module, "_advise", lambda *call: calls.append(call))
+    monkeypatch.setattr(module, "advise", lambda *call: calls.append(call))
     part = map_file(file)[5:9]
     will_read(part)
     assert calls == [(part.data_ptr(), 4, mmap.MADV_WILLNEED)]

@@ -183,6 +183,11 @@ class Stack:
         await eventually(other._is_healthy)
         return other
 
+    async def gateway_ends(self) -> None:
+        """End the gateway. The workers go on."""
+        self.stop.set()
+        await self.gateway
+
     async def _is_healthy(self) -> bool:
         return (await self.http.get("/health")).status_code == 200
 

@@ -12,13 +12,13 @@ import grpc.aio
 
 from paceline.core.adapters import read_adapter
 from paceline.core.block_counts import Counts
-from paceline.core.errors import ConfigError, InvalidRequestError, ModelError
+from paceline.core.errors import BusyError, ConfigError, InvalidRequestError, ModelError, PacelineError
 from paceline.core.metrics import Sample
 from paceline.core.numerics import Numerics
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.engine.stats import SchedulerStats
 from paceline.proto import common_pb2, kvtransfer_pb2_grpc, worker_pb2, worker_pb2_grpc
-from paceline.proto.fleet_pb2 import AdapterReport, HostReport, LoadReport
+from paceline.proto.fleet_pb2 import AdapterReport, HostReport, LoadReport, Sleep
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.registry import Member, Registrar, Role, State, metrics_to_pb
@@ -93,6 +93,10 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         self.layout = "fingerprint"
         self.max_model_len = max_model_len
         self.resets = 0
+        self.sleep = Sleep()
+        self.wishes: list[Sleep] = []
+        """Wishes for its sleep that the worker was told."""
+        self.sleep_refusal: PacelineError | None = None
         self.expectations = []
         self.pretends_to_cache = []  # a request finds 16 cached tokens, whatever this list says
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
@@ -132,6 +136,22 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         """Leave Redis and stop the server."""
         await self.leave_redis()
         await self._rpc.close(0)
+
+    async def set_sleep(self, wish: Sleep) -> None:
+        """Sleep when no request runs, or wake."""
+        self.wishes.append(wish)
+        if self.sleep_refusal is not None:
+            raise self.sleep_refusal
+        is_sleep = bool(wish.weights or wish.kv_cache)
+        if is_sleep:
+            self.refusal = BusyError("this worker sleeps")
+            while self.active and wish.changed == self.wishes[-1].changed:
+                await asyncio.sleep(0.01)
+        if wish.changed == self.wishes[-1].changed:
+            self.sleep, self.state = wish, "sleeping" if is_sleep else "ready"
+            self.refusal = self.refusal if is_sleep else None
+        if self._registrar is not None:
+            self._registrar.announce()
 
     async def leave_redis(self) -> None:
         """Remove the worker from Redis, but keep serving."""
@@ -178,6 +198,7 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
             load=LoadReport(running=self.active),
             host=self._host_report(),
             lora=self.lora,
+            sleep=self.sleep,
             metrics=metrics_to_pb(self.samples),
         )
 
@@ -190,6 +211,13 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
 class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
     def __init__(self, worker: ToyWorker) -> None:
         self._worker = worker
+
+    async def SetSleep(  # type: ignore[override]
+        self, request: Sleep, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.SetSleepReply:
+        async with mapped_errors(context):
+            await self._worker.set_sleep(request)
+        return worker_pb2.SetSleepReply()
 
     async def ResetPool(  # type: ignore[override]
         self, request: worker_pb2.ResetPoolRequest, context: grpc.aio.ServicerContext

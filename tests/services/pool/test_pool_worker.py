@@ -147,7 +147,7 @@ async def test_an_input_at_which_the_model_fails_ends_only_its_own_call(
     process: WorkerProcess[PoolWorker], stub: Any
 ) -> None:
     worker, model = process.worker, Fragile()
-    worker._model = worker.steps._model = model  # type: ignore[assignment]
+    worker._model = worker.steps.model = model  # type: ignore[assignment]
     good = [pool_work(process, [[index], [index + 1]]) for index in range(5, 10)]
     bad = pool_work(process, [[5], [POISON]])
     results = await asyncio.gather(*(rows(stub, work) for work in (bad, *good)), return_exceptions=True)

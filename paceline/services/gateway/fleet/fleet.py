@@ -30,6 +30,8 @@ from paceline.services.gateway.routing.candidate_table import CandidateTable
 from paceline.services.gateway.routing.candidates import Link
 
 REFRESH_SECONDS = 0.5
+HURRY_SECONDS = 0.02
+"""Shortest interval between two refreshes, in seconds."""
 LINK_SECONDS = (10.0, 20.0)
 """Shortest and longest time before a failed link between hosts is used again, in seconds."""
 
@@ -84,6 +86,7 @@ class Fleet:
         self.has_served = asyncio.Event()
         """Set when a worker is ready for the first time, because the model is then known to load."""
         self._refreshed = asyncio.Event()
+        self._hurried = asyncio.Event()
         self._longest = 0
         """Longest context of the workers that were last ready, in tokens, to use while no worker is ready."""
 
@@ -181,9 +184,18 @@ class Fleet:
         return self.summary.has_planner
 
     @property
+    def sleeps(self) -> bool:
+        """Whether a worker sleeps that can decode or compute when it wakes."""
+        return self.summary.has_sleeping_worker
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether a planner scales this fleet that may stop all decode workers, and starts some when requests come."""
         return self.summary.may_be_empty
+
+    def hurry(self) -> None:
+        """Read the members again soon, because they are known to change."""
+        self._hurried.set()
 
     async def refreshed(self) -> None:
         """Wait until the members have been read again."""
@@ -232,7 +244,11 @@ class Fleet:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_SECONDS * random.uniform(0.8, 1.2))
+            await asyncio.sleep(HURRY_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_SECONDS * random.uniform(0.8, 1.2) - HURRY_SECONDS):
+                    await self._hurried.wait()
+            self._hurried.clear()
             await self._refresh()
 
     async def _refresh(self) -> None:

@@ -46,6 +46,8 @@ class FleetSummary:
     may_be_empty: bool
     """Whether a planner scales this fleet that may stop all decode or pool workers. It starts some when requests
     come."""
+    has_sleeping_worker: bool = False
+    """Whether a worker sleeps that can decode or compute when it wakes."""
 
     @staticmethod
     def of(members: Iterable[RemoteWorker], model: str) -> FleetSummary:
@@ -56,13 +58,15 @@ class FleetSummary:
         """
         longest = {"prefill": 0, "decode": 0, "pool": 0}
         available: Counter[str] = Counter()
-        has_planner = may_be_empty = False
+        has_planner = may_be_empty = sleeps = False
         for worker in members:
             member = worker.member
             if serves(worker, model):
                 longest[member.role] = max(longest[member.role], member.max_model_len)
                 if worker.available:
                     available[member.role] += 1
+            elif member.state == "sleeping" and member.role in longest and member.model == model:
+                sleeps |= worker.available
             elif member.role == "planner" and worker.available:
                 has_planner, plan = True, member.plan
                 may_be_empty |= (
@@ -76,6 +80,7 @@ class FleetSummary:
             has_decode_worker="decode" in available,
             has_planner=has_planner,
             may_be_empty=may_be_empty,
+            has_sleeping_worker=sleeps,
         )
 
 

@@ -73,6 +73,7 @@ _NAMES = (
     _Name("request_inference_time_seconds", bounds=_LATENCIES),
     _Name("request_prefill_time_seconds", bounds=_LATENCIES),
     _Name("request_decode_time_seconds", bounds=_LATENCIES),
+    _Name("engine_sleep_state"),
     _Name("spec_decode_num_drafts"),
     _Name("spec_decode_num_draft_tokens"),
     _Name("spec_decode_num_accepted_tokens"),

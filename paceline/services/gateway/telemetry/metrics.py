@@ -15,7 +15,7 @@ from paceline.core.block_counts import KV_USAGE
 from paceline.core.request_classes import NO_CLASSES
 from paceline.core.types import FinishReason
 from paceline.proto import fleet_pb2
-from paceline.proto.fleet_pb2 import MetricFamily
+from paceline.proto.fleet_pb2 import MetricFamily, Sleep
 from paceline.services.gateway.fleet.remote_worker import RemoteWorker
 from paceline.services.gateway.planning.plan import Plan
 from paceline.services.gateway.queueing.fair_order import QueueClaim
@@ -34,6 +34,8 @@ _KINDS = {
     fleet_pb2.METRIC_KIND_GAUGE: "gauge",
     fleet_pb2.METRIC_KIND_HISTOGRAM: "histogram",
 }
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+"""vLLM's names for a model that is awake, and that sleeps at level 1 and 2."""
 _PREEMPTIONS = (0, 1, 2, 3, 4, 5, 10, 20)
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 
@@ -235,7 +237,7 @@ class _FleetCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "worker", "role"]
-        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests", labels=labels)
+        up = GaugeMetricFamily("paceline:worker_up", "Whether the worker gets new requests, or sleeps", labels=labels)
         running = GaugeMetricFamily("paceline:worker_requests_running", "Requests on the worker", labels=labels)
         waiting = GaugeMetricFamily("paceline:worker_requests_waiting", "Requests waiting in the worker", labels=labels)
         stats = GaugeMetricFamily("paceline:worker_stat", "All figures of a worker by name", labels=[*labels, "name"])
@@ -243,7 +245,7 @@ class _FleetCollector(Collector):
         for worker in self._workers():
             member = worker.member
             label = [self._model, member.worker_id, member.role]
-            up.add_metric(label, float(worker.available and member.state == "ready"))
+            up.add_metric(label, float(worker.available and member.state in ("ready", "sleeping")))
             if member.role != "kvtransfer":
                 running.add_metric(label, member.load.running)
                 waiting.add_metric(label, member.load.waiting)
@@ -254,7 +256,18 @@ class _FleetCollector(Collector):
                             stats.add_metric([*label, sample.figure], sample.value)
                 if family.name:
                     self._add(families, family, dict(zip(labels, label)))
-        yield from (up, running, waiting, stats, *families.values())
+        yield from (up, running, waiting, stats, self._sleep_state(), *families.values())
+
+    def _sleep_state(self) -> Metric:
+        """Return the deepest sleep of the model's workers, with the labels of vLLM."""
+        deepest = max((_depth(worker.member.sleep) for worker in self._workers()), default=0)
+        labels = ["model_name", "sleep_state"]
+        states = GaugeMetricFamily(
+            "paceline:engine_sleep_state", "1 for the state of the model's workers", labels=labels
+        )
+        for depth, state in enumerate(_SLEEP_STATES):
+            states.add_metric([self._model, state], float(depth == deepest))
+        return states
 
     def _add(self, families: dict[str, Metric], family: MetricFamily, identity: dict[str, str]) -> None:
         name = f"paceline:{family.name}"
@@ -267,6 +280,11 @@ class _FleetCollector(Collector):
             if family.name == KV_USAGE.name:
                 value = self._kv_usage.get(identity["worker"], value)
             families[name].add_sample(name + sample.suffix, identity | dict(sample.labels), value)
+
+
+def _depth(sleep: Sleep) -> int:
+    """Return the index of a worker's sleep in `_SLEEP_STATES`. If only its KV memory sleeps, this is level 1."""
+    return max(sleep.weights, int(sleep.kv_cache))
 
 
 def _has_class(name: str, claim: QueueClaim) -> bool:

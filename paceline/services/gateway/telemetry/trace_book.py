@@ -13,7 +13,7 @@ from paceline.services.gateway.sequences.traces import RequestTrace
 
 
 class RunningRequests:
-    """The running requests of one gateway. Several requests may have the same id, because clients choose ids."""
+    """The running requests of one model at one gateway. Several of them may have one id, because clients choose ids."""
 
     def __init__(self) -> None:
         self._running: dict[str, list[tuple[str, Callable[[], None]]]] = {}
@@ -39,9 +39,14 @@ class RunningRequests:
 
     def abort(self, request_id: str, may_end: Callable[[str], bool]) -> None:
         """End all requests with this id whose owner `may_end` accepts. Do nothing if there is no such request."""
-        for owner, abort in self._running.get(request_id, ()):
+        for owner, abort in list(self._running.get(request_id, ())):
             if may_end(owner):
                 abort()
+
+    def abort_all(self) -> None:
+        """End all requests."""
+        for request_id in list(self._running):
+            self.abort(request_id, lambda owner: True)
 
 
 KEPT = 1000

@@ -200,7 +200,9 @@ def _gate(model: ModelFleet) -> LineGate:
 
 
 def _places(model: ModelFleet) -> LinePlaces:
-    """Return a model's places for lines. Without a worker, one line may run: its waiting lets a planner start one."""
-    if model.fleet.may_be_empty and not model.fleet.has_worker(model.generates):
+    """Return a model's places for lines. Without a worker, one line may run: its waiting lets a planner start one, or
+    wakes a model that sleeps until a request comes.
+    """
+    if (model.fleet.may_be_empty or model.sleep.wakes_when_used) and not model.fleet.has_worker(model.generates):
         return LinePlaces(1, 1)
     return places_of(model.fleet.snapshot(), model.generates)

@@ -264,6 +264,12 @@ class Scale(AnswerBody):
     pool: RoleState | None = None
 
 
+class SleepState(AnswerBody):
+    """Whether a model's workers sleep, or are told to sleep, at least in part."""
+
+    is_sleeping: bool
+
+
 class CacheReset(AnswerBody):
     """Numbers of blocks that were forgotten."""
 

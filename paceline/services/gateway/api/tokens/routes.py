@@ -79,7 +79,7 @@ class TokensApi:
     async def abort(self, body: AbortRequest, request: Request) -> Response:
         # An id may be unknown here because the request has ended just now, so this is no error.
         for request_id in body.request_ids:
-            self._gateway.requests.abort(request_id, scope_of(request).caller.may_see)
+            self._gateway.abort(request_id, scope_of(request).caller.may_see)
         return Response()
 
 

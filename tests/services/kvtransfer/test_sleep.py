@@ -1,0 +1,129 @@
+"""A host whose workers sleep gives the memory of its arena back, and has it again when one of them wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from paceline.core.turns import PAGE_BYTES
+from paceline.proto import kvtransfer_pb2 as pb
+from paceline.services.common.shared_memory import map_arena
+from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, Worker, key, layout, release, reserve, seal
+
+SIZE = SLOTS * SLOT
+
+
+async def set_asleep(host: Host, worker: Worker, asleep: bool) -> None:
+    await host.stub.SetAsleep(pb.SetAsleepRequest(session=worker.arena.session, asleep=asleep), timeout=20)
+
+
+def allocated(worker: Worker) -> int:
+    """Return the bytes of memory that the arena's file takes."""
+    return os.stat(worker.arena.arena_path).st_blocks * 512
+
+
+def is_asleep(host: Host) -> bool:
+    assert host.service.sessions.memory is not None
+    return host.service.sessions.memory.asleep
+
+
+async def test_the_arena_gives_its_memory_back_while_all_workers_sleep(host: Host) -> None:
+    first, second = await host.attach("one"), await host.attach("two")
+    arena = map_arena(Path(first.arena.arena_path), SIZE)
+    arena[:SIZE] = b"\1" * SIZE
+    await set_asleep(host, first, True)
+    assert allocated(first) >= SIZE
+    assert not is_asleep(host)
+    await set_asleep(host, second, True)
+    assert allocated(first) <= PAGE_BYTES
+    await set_asleep(host, second, False)
+    assert allocated(first) >= SIZE
+    assert bytes(arena[:SIZE]) == bytes(SIZE)  # a worker that has mapped it sees the new memory
+    await second.do(reserve(key("r"), "a"))
+    assert await host.counts() == (SLOTS - 1, 1, 0, 0)
+
+
+async def test_cached_blocks_are_forgotten(host: Host) -> None:
+    worker = await host.attach()
+    await worker.do(reserve(key("r"), "a"))
+    await worker.do(seal(key("r"), "a"))
+    await worker.do(release(key("r")))
+    assert await host.counts() == (SLOTS - 1, 0, 0, 1)
+    await set_asleep(host, worker, True)
+    assert await host.counts() == (SLOTS, 0, 0, 0)
+    await set_asleep(host, worker, False)
+    again = await worker.do(reserve(key("again"), "ab"))
+    assert again.lease.filled_tokens == 0
+
+
+async def test_blocks_in_use_keep_their_memory_until_they_are_released(host: Host) -> None:
+    worker = await host.attach()
+    await worker.do(reserve(key("r"), "a"))
+    sleeping = asyncio.create_task(set_asleep(host, worker, True))
+    await asyncio.sleep(0.1)
+    assert not sleeping.done()
+    assert allocated(worker) >= SIZE
+    await worker.do(release(key("r")))
+    await sleeping
+    assert is_asleep(host)
+
+
+async def test_a_worker_that_joins_finds_the_memory_awake(host: Host) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    joined = await host.attach("another")
+    assert allocated(worker) >= SIZE
+    assert not is_asleep(host)
+    await joined.leave()  # it ends again, and only the sleeping worker is left
+    async with asyncio.timeout(20):
+        while not is_asleep(host):
+            await asyncio.sleep(0.05)
+    assert allocated(worker) <= PAGE_BYTES
+
+
+async def test_no_other_host_reads_or_writes_in_a_sleeping_arena(host: Host) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    copy = pb.CopyPrefixesRequest(source="nobody", fingerprint="model-a")
+    with pytest.raises(Exception, match="all workers of this host sleep"):
+        await host.stub.CopyPrefixes(copy, timeout=20)
+
+
+async def test_too_little_memory_to_wake_is_an_error_that_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.services.kvtransfer.arena.available_memory", lambda: SIZE - 1)
+        with pytest.raises(Exception, match="cannot wake now: the KV memory needs"):
+            await set_asleep(host, worker, False)
+    assert is_asleep(host)
+    assert allocated(worker) <= PAGE_BYTES
+    await set_asleep(host, worker, False)
+    assert not is_asleep(host)
+
+
+async def test_a_restarted_service_knows_that_its_workers_sleep(host: Host, tmp_path: Path) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    path = worker.arena.arena_path
+    # The service is killed: its arena stays, and nobody has the lock on it.
+    memory = host.service.sessions.memory
+    assert memory is not None
+    os.close(memory.arena._descriptor)
+    successor = Host(tmp_path)
+    await successor.start()
+    request = pb.AttachRequest(worker_id="w", role="decode", layout=layout(), arena_path=path, asleep=True)
+    stream = successor.stub.Attach(request)
+    await asyncio.sleep(0.05)
+    successor.now += 10  # the time in which workers may come back is over
+    async with asyncio.timeout(20):
+        arena = await stream.read()
+    assert isinstance(arena, pb.AttachEvent)
+    assert is_asleep(successor)
+    await successor.stub.SetAsleep(pb.SetAsleepRequest(session=arena.session, asleep=False), timeout=20)
+    assert os.stat(path).st_blocks * 512 >= SIZE
+    await successor.close()
+    memory.arena._descriptor = -1
