@@ -199,9 +199,7 @@ class _Reader:
         try:
             return Expression(text, self._matching)
         except ValueError as error:
-            raise _wrong(
-                name, f"a regular expression that ends in bounded time, unlike {text!r:.80}: {error}"
-            ) from None
+            raise _wrong(name, f"a regular expression as in Python, unlike {text!r:.80}: {error}") from None
 
     def finish(self) -> None:
         """Refuse all other settings that change results."""
