@@ -37,8 +37,8 @@ def mark_of(folder: Path) -> Mark | None:
         files = [os.stat(os.path.join(place, name)) for name in (CONFIG_FILE, TENSORS_FILE)]
         if not _is_complete(Path(place)):
             return None
-    except (OSError, ValueError, RecursionError):
-        return None
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return None  # a file that is still written to may hold anything
     return place, *((file.st_dev, file.st_ino, file.st_size, file.st_mtime_ns) for file in files)
 
 
@@ -47,7 +47,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether the files of an adapter have their last bytes. Raises OSError, ValueError or RecursionError."""
+    """Return whether the files of an adapter have their last bytes. Raises errors of many kinds if they are no adapter."""
     with open(folder / CONFIG_FILE, "rb") as file:
         json.loads(file.read(MOST_CONFIG_BYTES))
     with open(folder / TENSORS_FILE, "rb") as file:
@@ -55,4 +55,4 @@ def _is_complete(folder: Path) -> bool:
         header = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))
         size = os.fstat(file.fileno()).st_size
     header.pop("__metadata__", None)
-    return size == 8 + length + max(entry["data_offsets"][1] for entry in header.values())
+    return bool(size == 8 + length + max(entry["data_offsets"][1] for entry in header.values()))

@@ -17,12 +17,12 @@ from paceline.core.errors import ModelError
 MOST_CHARACTERS = 4096
 """Longest expression."""
 _MOST_STEPS = 3_000_000
-"""Steps in which all expressions of an adapter must be matched, about ten seconds. Those of real adapters need a few
-for each module."""
+"""Steps in which all expressions of an adapter must be matched, about ten seconds. Those of real adapters need a few for
+each module."""
 
 
 @dataclass(slots=True)
-class Steps:
+class StepBudget:
     """The steps that are left for the expressions of one adapter."""
 
     left: int = _MOST_STEPS
@@ -40,7 +40,7 @@ class Expression:
     Raises ValueError if the text is no such expression.
     """
 
-    def __init__(self, text: str, steps: Steps) -> None:
+    def __init__(self, text: str, steps: StepBudget) -> None:
         if len(text) > MOST_CHARACTERS:
             raise ValueError(f"it has more than {MOST_CHARACTERS} characters")
         try:
@@ -88,7 +88,7 @@ def _check(items: Any) -> None:
 class _Matching:
     """The matching of one text. Bit n of a set of places is the place before the text's character n."""
 
-    def __init__(self, text: str, steps: Steps) -> None:
+    def __init__(self, text: str, steps: StepBudget) -> None:
         self._text = text
         self._steps = steps
         self._places: dict[str, int] = {}
@@ -119,7 +119,8 @@ class _Matching:
                 wanted = name == "ASSERT"
                 places = sum(own for own in _bits(places) if bool(self.after(what[1], own)) is wanted)
             else:
-                places = self._repeat(*what, places)
+                least, most, inner = what
+                places = self._repeat(least, most, inner, places)
         return places
 
     def _repeat(self, least: int, most: int, inner: Any, places: int) -> int:

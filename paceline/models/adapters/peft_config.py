@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.core.adapters import CONFIG_FILE
 from paceline.core.errors import ModelError
-from paceline.models.adapters.expressions import Expression, Steps
+from paceline.models.adapters.expressions import Expression, StepBudget
 from paceline.models.adapters.json_object import parse_object
 
 _WITHOUT_EFFECT = frozenset(
@@ -132,7 +132,7 @@ class _Reader:
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = values
-        self._steps = Steps()
+        self._steps = StepBudget()
 
     def number(self, name: str, default: int, least: float = 1) -> Any:
         return self._checked(name, self._values.pop(name, default), least)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ModelError
-from paceline.models.adapters.expressions import Expression, Steps
+from paceline.models.adapters.expressions import Expression, StepBudget
 
 MODULES = [
     "model.layers.1.self_attn.q_proj",
@@ -36,7 +36,7 @@ EXPRESSIONS = [
 
 @pytest.mark.parametrize("text", EXPRESSIONS)
 def test_expressions_match_as_in_python(text: str) -> None:
-    expression = Expression(text, Steps())
+    expression = Expression(text, StepBudget())
     for module in MODULES:
         assert expression.matches(module) == bool(re.fullmatch(text, module)), module
         assert expression.matches_end(module) == bool(re.match(rf"(.*\.)?({text})$", module)), module
@@ -58,17 +58,17 @@ TEXTS = st.recursive(
 
 @given(TEXTS, st.text("ab.", max_size=5))
 def test_any_expression_matches_as_in_python(text: str, module: str) -> None:
-    assert Expression(text, Steps()).matches(module) == bool(re.fullmatch(text, module))
+    assert Expression(text, StepBudget()).matches(module) == bool(re.fullmatch(text, module))
 
 
 @pytest.mark.parametrize("text", [r"(a+)+b", r"(a|a)*b", r"(a*)*(a*)*(a*)*b", r"(.*a){20}b", r"((a{1,999}){1,999})*b"])
 def test_expressions_that_keep_python_busy_for_ever_end(text: str) -> None:
-    assert not Expression(text, Steps()).matches("a" * 60)
+    assert not Expression(text, StepBudget()).matches("a" * 60)
 
 
 def test_an_expression_that_takes_too_long_is_refused() -> None:
     with pytest.raises(ModelError, match="take too long"):
-        Expression("(?:(?=(?:(?=a*)a)*)a)*b", Steps(10_000)).matches("a" * 200)
+        Expression("(?:(?=(?:(?=a*)a)*)a)*b", StepBudget(10_000)).matches("a" * 200)
 
 
 @pytest.mark.parametrize(
@@ -76,4 +76,4 @@ def test_an_expression_that_takes_too_long_is_refused() -> None:
 )
 def test_other_expressions_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        Expression(text, Steps())
+        Expression(text, StepBudget())
