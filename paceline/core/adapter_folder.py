@@ -47,7 +47,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether the files of an adapter have their last bytes. Raises errors of many kinds if they are no adapter."""
+    """Return whether the files of an adapter have their last bytes. Raises errors if they are no adapter."""
     with open(folder / CONFIG_FILE, "rb") as file:
         json.loads(file.read(MOST_CONFIG_BYTES))
     with open(folder / TENSORS_FILE, "rb") as file:

@@ -17,8 +17,8 @@ from paceline.core.errors import ModelError
 MOST_CHARACTERS = 4096
 """Longest expression."""
 _MOST_STEPS = 3_000_000
-"""Steps in which all expressions of an adapter must be matched, about ten seconds. Those of real adapters need a few for
-each module."""
+"""Steps in which all expressions of an adapter must be matched, about ten seconds. Those of real adapters need a few
+for each module."""
 
 
 @dataclass(slots=True)
