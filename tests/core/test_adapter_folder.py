@@ -39,6 +39,13 @@ def test_a_half_written_folder_is_no_adapter(tmp_path: Path, name: str) -> None:
     assert mark_of(tmp_path / "a") is not None
 
 
+@pytest.mark.parametrize("header", [b"[]", b"{}", b'{"x": 5}', b'{"x": {"data_offsets": 5}}', b"[" * 20_000, b"\xff"])
+def test_a_damaged_folder_is_no_adapter(tmp_path: Path, header: bytes) -> None:
+    write(tmp_path / "a")
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert mark_of(tmp_path / "a") is None
+
+
 def test_other_content_has_another_mark(tmp_path: Path) -> None:
     marks = [mark_of(write(tmp_path / "a"))]
     assert mark_of(tmp_path / "a") == marks[0]

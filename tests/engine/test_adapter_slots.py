@@ -18,7 +18,7 @@ from paceline.engine.limits import Limits
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step import AdapterPlaced, ChunkResult, Sampled, StepResult
-from tests.adapters import merged, write_adapter
+from tests.adapters import ALL, merged, write_adapter
 from tests.engine.loops import Loop, load
 from tests.models.adapters.test_adapted_models import load_adapted
 from tests.tiny_checkpoints import write_tiny
@@ -160,6 +160,7 @@ def test_no_request_starves(mix: list[tuple[bytes, int, int]], slots: int, hot: 
     raise AssertionError(f"{left} did not end within {most} steps")
 
 
+MODULES = (*ALL, "lm_head")
 PROMPTS = [[(7 * index * index + 3 * own) % 97 for index in range(30)] for own in range(4)]
 
 
@@ -169,7 +170,7 @@ def test_requests_with_adapters_get_the_tokens_of_merged_models(drafter: str, tm
     reference = write_tiny(tmp_path / "base", "llama")
     wanted, folders = [], []
     for seed in range(3):
-        folders.append(write_adapter(tmp_path / f"adapter {seed}", reference, seed=seed, size=3.0))
+        folders.append(write_adapter(tmp_path / f"adapter {seed}", reference, MODULES, seed=seed, size=3.0))
         merged(reference, folders[-1]).save_pretrained(tmp_path / f"merged {seed}")
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     for index, folder in enumerate(("merged 0", "base", "merged 1", "merged 2")):

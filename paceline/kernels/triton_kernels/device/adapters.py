@@ -66,9 +66,9 @@ def expand(
     slot = tl.load(rows + row)
     if slot >= 0:
         fields = slots + slot * FIELDS
-        up, count = tl.load(fields + 1).to(tl.pointer_type(DTYPE)), tl.load(fields + 3)
+        up, count = tl.load(fields + 1).to(tl.pointer_type(DTYPE)), tl.load(fields + 4)
         bias, factors = tl.load(fields + 2), tl.load(fields + 3)
-        scale = tl.load(fields + 4).to(tl.int32).to(tl.float32, bitcast=True)
+        scale = tl.load(fields + 5).to(tl.int32).to(tl.float32, bitcast=True)
         column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside, rank = column < SIZE_OUT, tl.arange(0, RANKS)
         own = tl.load(sums + row * RANKS + rank, rank < count, 0.0)
