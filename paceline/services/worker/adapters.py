@@ -134,7 +134,8 @@ class AdapterStore:
         held = self._held.pop(digest, None)
         if held is None:
             needed = self._miss_seconds
-            if seconds is not None and needed > seconds:
+            # If nothing else is read, reading delays nobody, and corrects an expectation that was too long.
+            if seconds is not None and self._is_reading and needed > seconds:
                 time_left = f"the request ends in {seconds:.1f} s"
                 raise BusyError(f"this worker takes about {needed:.1f} s to read the adapter, and {time_left}")
             self._make_room()
@@ -185,6 +186,10 @@ class AdapterStore:
         failed = held.loaded.cancelled() or held.loaded.exception() is not None
         if failed and self._held.get(digest) is held:
             del self._held[digest]
+
+    @property
+    def _is_reading(self) -> bool:
+        return any(not held.loaded.done() for held in self._held.values())
 
     @property
     def _miss_seconds(self) -> float:
