@@ -35,6 +35,7 @@ from paceline.services.gateway.fleet.adapter_book import AdapterBook
 from paceline.services.gateway.fleet.adapter_watch import AdapterWatch
 from paceline.services.gateway.fleet.block_feed import BlockFeed
 from paceline.services.gateway.fleet.fleet import Fleet
+from paceline.services.gateway.fleet.sleep_keeper import SleepKeeper
 from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.http.event_streams import until_disconnect
 from paceline.services.gateway.http.request_scope import aside, scope_of
@@ -53,7 +54,6 @@ from paceline.services.gateway.sequences.kinds import KINDS
 from paceline.services.gateway.sequences.notices import PlacementLog
 from paceline.services.gateway.sequences.patience import life_seconds
 from paceline.services.gateway.sequences.runner import SequenceRunner
-from paceline.services.gateway.sleep_keeper import SleepKeeper
 from paceline.services.gateway.telemetry.adapter_use import AdapterUse
 from paceline.services.gateway.telemetry.feed import Feed
 from paceline.services.gateway.telemetry.gateway_metrics import GatewayMetrics

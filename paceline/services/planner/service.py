@@ -133,9 +133,8 @@ class PlannerService:
         now = self._clock()
         try:
             await self._look(now)
-            if self._sleeps:
-                return  # idle workers would look superfluous, and those that wake would look new
-            if now >= self._next or self._builder.waits_without_worker():
+            # Workers that sleep would look superfluous, and their missing figures like those of an idle fleet.
+            if not self._sleeps and (now >= self._next or self._builder.waits_without_worker()):
                 self._next = now + self._planner.objectives.fast_seconds
                 await self._decide(now)
             self._note_trouble("")

@@ -396,6 +396,18 @@ async def test_a_platform_or_a_redis_that_does_not_answer_holds_the_fleet(bench:
     assert bench.platform.decode == 2
 
 
+async def test_a_fleet_stays_as_it_is_while_a_worker_sleeps(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    sleeper = Member("decode-0", "decode", 1, "", "", state="sleeping")
+    await write_member(bench.client, bench.cluster, sleeper, UNSIGNED)
+    wishes.next = [0]
+    await bench.tick(service)
+    assert not bench.platform.calls
+    await write_member(bench.client, bench.cluster, replace(sleeper, state="ready"), UNSIGNED)
+    await bench.tick(service)
+    assert bench.platform.decode == 0
+
+
 async def test_a_request_that_waits_without_any_worker_is_answered_at_the_next_look(bench: Bench) -> None:
     bench.platform.decode = 0
     service, wishes = bench.planner()
