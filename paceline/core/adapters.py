@@ -106,7 +106,7 @@ def read_adapter(name: str, folder: str) -> Adapter:
     digests = []
     for file_name, most in ((CONFIG_FILE, MOST_CONFIG_BYTES), (TENSORS_FILE, MOST_TENSOR_BYTES)):
         hashed = hashlib.sha256()
-        with _opened(path, file_name, most) as file:
+        with open_adapter_file(path, file_name, most) as file:
             while piece := file.read(_PIECE):
                 hashed.update(piece)
         digests.append(hashed.digest())
@@ -119,9 +119,9 @@ def read_adapter_files(folder: Path, most_bytes: int = MOST_TENSOR_BYTES) -> Ada
     Args:
         most_bytes: largest size of the tensors.
     """
-    with _opened(folder, CONFIG_FILE, MOST_CONFIG_BYTES) as file:
+    with open_adapter_file(folder, CONFIG_FILE, MOST_CONFIG_BYTES) as file:
         config = file.read(MOST_CONFIG_BYTES)
-    with _opened(folder, TENSORS_FILE, most_bytes) as file:
+    with open_adapter_file(folder, TENSORS_FILE, most_bytes) as file:
         # Other threads run Python meanwhile, because no bytes are copied by Python itself.
         tensors = bytearray(os.fstat(file.fileno()).st_size)
         if file.readinto(tensors) != len(tensors):
@@ -129,8 +129,12 @@ def read_adapter_files(folder: Path, most_bytes: int = MOST_TENSOR_BYTES) -> Ada
     return AdapterFiles(config, tensors)
 
 
-def _opened(folder: Path, name: str, most: int) -> io.BufferedReader:
-    """Return a file of an adapter's folder, opened for reading. Raises ModelError."""
+def open_adapter_file(folder: Path, name: str, most: int = MOST_TENSOR_BYTES) -> io.BufferedReader:
+    """Return a file of an adapter's folder, opened for reading. Raises ModelError if it is no file, or is too large.
+
+    Args:
+        most: largest size of the file, in bytes.
+    """
     path = folder / name
     try:
         # A pipe would otherwise wait for its writer.

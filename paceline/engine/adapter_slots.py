@@ -33,25 +33,35 @@ class AdapterSlots:
         """Number of steps of the present turn of each adapter that has one."""
         self._allowed: Collection[bytes] = ()
         """Adapters that the step may have."""
+        self._later: list[bytes] = []
+        """Adapters of the background, in the order of their turns in the background's own steps."""
 
-    def begin(self, urgent: Iterable[bytes], background: Iterable[bytes] = ()) -> None:
+    def begin(self, urgent: Iterable[bytes], background: Iterable[bytes] = (), is_own: bool = False) -> None:
         """Begin to plan a step.
 
         Args:
             urgent: adapters of the requests that the step may include, in the order of their arrival; may repeat.
             background: adapters of requests of the background, which come after all others.
+            is_own: whether the step is one of the rare ones that are meant for the background, too. It has a slot for
+                one of the background's adapters, each in its turn.
         """
         self._wanted = {}
         first = dict.fromkeys(urgent)
-        every = first | dict.fromkeys(background)
+        later = dict.fromkeys(background)
+        every = first | later
         if len(every) <= self._count:
             self._queue, self._turns, self._allowed = [], {}, every
             return
         known = dict.fromkeys(adapter for adapter in self._queue if adapter in every)
         over = {adapter for adapter, steps in self._turns.items() if steps >= TURN_STEPS}
         self._queue = sorted(known | every, key=lambda adapter: (adapter not in first, adapter in over))
-        self._allowed = self._queue[: self._count]
-        self._turns = {each: 1 + (0 if each in over else self._turns.get(each, 0)) for each in self._allowed}
+        self._allowed = allowed = self._queue[: self._count]
+        self._turns = {each: 1 + (0 if each in over else self._turns.get(each, 0)) for each in allowed}
+        if is_own and later and first:
+            waiting = [adapter for adapter in self._later if adapter in later]
+            waiting += [adapter for adapter in later if adapter not in waiting]
+            self._later = [*waiting[1:], waiting[0]]
+            self._allowed = [waiting[0], *(each for each in allowed if each != waiting[0])][: self._count]
 
     def fits(self, adapter: bytes) -> bool:
         """Return whether the step may include a request with this adapter; any step may include one without (empty)."""

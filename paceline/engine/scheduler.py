@@ -120,17 +120,20 @@ class Scheduler:
             urgent = [request for request in requests if not request.background]
             requests = urgent + [each for each in requests[len(urgent) :] if each.decodes][:background]
         if self._limits.max_adapters:
-            self._begin_adapters(requests)
-        decoding = [request for request in requests if request.decodes and self._residents.can_run(request)]
+            self._begin_adapters(requests, is_own=background >= ALL)
+        decoding = [
+            request
+            for request in requests
+            if request.decodes and self._adapters.fits(request.context.adapter) and self._residents.can_run(request)
+        ]
         prompts = [request for request in requests if not request.decodes and request.left_len]
         budget = self._limits.max_batched_tokens - len(decoding)
         drafts = budget // 2 if prompts else budget
         chunks: list[Chunk] = []
         for request in decoding:
-            adapter = request.context.adapter
-            if self._adapters.fits(adapter) and (chunk := self._chunks.decode_chunk(request, drafts)):
+            if chunk := self._chunks.decode_chunk(request, drafts):
                 chunks.append(chunk)
-                self._adapters.want(adapter)
+                self._adapters.want(request.context.adapter)
                 drafts -= chunk.length - 1
                 budget -= chunk.length - 1
         in_step = len(chunks)
@@ -150,12 +153,21 @@ class Scheduler:
             return None
         return Step(tuple(chunks), self._rows.take_updates(), self._adapters.place())
 
-    def _begin_adapters(self, requests: Sequence[Request]) -> None:
-        """Choose the adapters that the step may have."""
-        adapted = [each for each in requests if each.context.adapter and each.place is Residence.RUNNING]
+    def _begin_adapters(self, requests: Sequence[Request], is_own: bool) -> None:
+        """Choose the adapters that the step may have.
+
+        Args:
+            is_own: whether the step is meant for the background, too.
+        """
+        adapted = [
+            each
+            for each in requests
+            if each.context.adapter and each.place is Residence.RUNNING and (each.decodes or each.left_len)
+        ]
         self._adapters.begin(
             (each.context.adapter for each in adapted if not each.background),
             (each.context.adapter for each in adapted if each.background),
+            is_own,
         )
 
     def is_long(self, step: Step) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
+from paceline.core import adapter_folder
 from paceline.core.adapter_folder import find_adapters, mark_of
 from tests.adapters import write_files
 
@@ -23,7 +25,12 @@ def test_subfolders_with_complete_adapters_are_found(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     (tmp_path / "dead").symlink_to(tmp_path / "none")
-    assert list(find_adapters(tmp_path)) == ["a", "b", "link"]
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/adapter_config.json")
+    found = find_adapters(tmp_path)
+    assert [name for name, mark in found.items() if mark is not None] == ["a", "b", "link"]
+    assert found["pipe"] is None  # its files may still come
     with pytest.raises(OSError, match="No such"):
         find_adapters(tmp_path / "none")
 
@@ -39,7 +46,21 @@ def test_a_half_written_folder_is_no_adapter(tmp_path: Path, name: str) -> None:
     assert mark_of(tmp_path / "a") is not None
 
 
-@pytest.mark.parametrize("header", [b"[]", b"{}", b'{"x": 5}', b'{"x": {"data_offsets": 5}}', b"[" * 20_000, b"\xff"])
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b'"x"',
+        b'{"x": 5}',
+        b'{"x": {}}',
+        b'{"x": {"data_offsets": 5}}',
+        b'{"x": {"data_offsets": [0]}}',
+        b'{"x": {"data_offsets": [0, "x"]}}',
+        b"[" * 20_000,
+        b"\xff",
+    ],
+)
 def test_a_damaged_folder_is_no_adapter(tmp_path: Path, header: bytes) -> None:
     write(tmp_path / "a")
     (tmp_path / "a/adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
@@ -72,4 +93,19 @@ def test_a_volume_of_kubernetes_changes_as_a_whole(tmp_path: Path) -> None:
 def test_a_mark_has_the_place_to_which_links_lead_now(tmp_path: Path) -> None:
     write(tmp_path / "..data-1" / "sql")
     (tmp_path / "sql").symlink_to(tmp_path / "..data-1" / "sql")
-    assert find_adapters(tmp_path)["sql"][0] == str(tmp_path / "..data-1" / "sql")
+    mark = find_adapters(tmp_path)["sql"]
+    assert mark is not None
+    assert mark[0] == str(tmp_path / "..data-1" / "sql")
+
+
+def test_a_subfolder_that_is_being_written_stays(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    (tmp_path / "a/adapter_model.safetensors").write_bytes(b"")
+    assert find_adapters(tmp_path) == {"a": None}
+
+
+def test_files_that_have_not_changed_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a")
+    known = find_adapters(tmp_path)
+    monkeypatch.setattr(adapter_folder, "open_adapter_file", None)
+    assert find_adapters(tmp_path, known) == known

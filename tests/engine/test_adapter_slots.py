@@ -82,6 +82,16 @@ def test_adapters_of_the_background_come_last() -> None:
     assert (seen[0], seen[-1]) == ({A, B}, {A, C})
 
 
+def test_steps_that_are_meant_for_the_background_have_one_of_its_adapters() -> None:
+    slots, seen = AdapterSlots(1), []
+    for number in range(40):
+        is_own = number % 10 == 9
+        slots.begin([A], [B, C] if is_own else [], is_own)
+        seen.append([adapter for adapter in (A, B, C) if slots.fits(adapter)])
+    assert seen[9::10] == [[B], [C], [B], [C]]
+    assert all(own == [A] for number, own in enumerate(seen) if number % 10 != 9)
+
+
 def test_slots_follow_random_steps() -> None:
     rng, slots, there = random.Random(1), AdapterSlots(3), dict[int, bytes]()
     for _ in range(500):

@@ -63,8 +63,8 @@ class ModelAdapters:
             adapter = load_adapter(files, self.linears, self._dtype, self._rules, self._base)
         except ModelError as error:
             raise ModelError(f"the adapter in {folder} cannot be served: {error}") from error
-        self._known[adapter.digest] = adapter
-        return adapter
+        # Equal content may be there already, and somebody may keep that object only.
+        return self._known.setdefault(adapter.digest, adapter)
 
     def place(self, slot: int, digest: bytes) -> None:
         """Put an adapter that was read, and that somebody still keeps, into a slot. No pass may run meanwhile."""

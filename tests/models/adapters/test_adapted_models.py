@@ -172,3 +172,14 @@ def test_a_slot_takes_another_adapter(tmp_path: Path, paged_contexts: Any) -> No
         found.append(contexts.step({0: PROMPT[:5]})[0])
     assert torch.equal(found[0], found[2])
     assert not torch.equal(found[0], found[1])
+
+
+def test_a_check_of_an_adapter_in_use_leaves_it_there(tmp_path: Path) -> None:
+    reference = write_tiny(tmp_path / "model", "llama")
+    folder = write_adapter(tmp_path / "adapter", reference, ALL)
+    model = load_adapted(tmp_path / "model")
+    assert model.adapters is not None
+    kept = model.adapters.read(folder)
+    digest = model.adapters.read(folder).digest  # as of another name with equal content, or of another gateway
+    model.adapters.place(0, digest)
+    assert kept.digest == digest

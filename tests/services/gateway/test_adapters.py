@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from paceline.core.adapters import Adapter, read_adapter, short_digest
 from paceline.core.config import GatewayConfig
 from paceline.core.errors import ConfigError
-from paceline.proto.fleet_pb2 import AdapterReport
+from paceline.proto.fleet_pb2 import AdapterChange, AdapterReport
 from paceline.services.gateway.api.resume import answer_digest
+from paceline.services.gateway.fleet.adapter_book import REMOVAL_SECONDS, AdapterBook
 from paceline.services.gateway.gateway import Gateway, load_models
 from paceline.services.gateway.planning.schemas import CompletionRequest
 from paceline.trace import render
@@ -197,6 +199,24 @@ async def test_subfolders_of_a_folder_are_followed(start_stack: StartStack, tmp_
 
     await eventually(is_gone)
     assert await is_known("chat")
+
+
+async def test_removals_of_names_are_forgotten_everywhere() -> None:
+    old = AdapterChange(name="old", changed=time.time_ns() - 2 * REMOVAL_SECONDS * 10**9)
+    new = AdapterChange(name="new", changed=time.time_ns())
+    book = AdapterBook({})
+    book.merge([old, new])
+    assert book.changes == [new]
+
+
+@pytest.mark.parametrize("name", ["a,b", "a\nb", " a", "\x1b[31m", "\ud800"])
+async def test_names_that_cannot_be_shown_are_refused(adapted: Stack, tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a")
+    body = json.dumps({"lora_name": name, "lora_path": str(tmp_path / "a")})
+    answer = await adapted.http.post(
+        "/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"}
+    )
+    assert (answer.status_code, "lora_name" in answer.text) == (400, True)
 
 
 def test_a_folder_of_adapters_must_be_there(toy_model: Path, tmp_path: Path) -> None:

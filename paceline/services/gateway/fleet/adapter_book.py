@@ -11,6 +11,8 @@ from paceline.proto.fleet_pb2 import AdapterChange
 
 MOST_CHANGES = 2000
 """Largest number of changes that are kept. Each gateway sends its changes with its heartbeats."""
+REMOVAL_SECONDS = 600
+"""Time after which a removal is forgotten. Until then every gateway that runs has learned of it."""
 
 
 class AdapterBook:
@@ -40,6 +42,11 @@ class AdapterBook:
         """The newest change of each name that has changed since the first gateway started."""
         return list(self._changes.values())
 
+    def removed_at(self, name: str) -> int:
+        """Return when a name was taken away, in nanoseconds since 1970; 0 if it was not, or long ago."""
+        change = self._changes.get(name)
+        return 0 if change is None or change.folder else change.changed
+
     def put(self, adapter: Adapter) -> None:
         """Name an adapter. Requests that have begun go on with the adapter that had the name before.
 
@@ -61,8 +68,13 @@ class AdapterBook:
 
     def merge(self, changes: Iterable[AdapterChange]) -> None:
         """Take the changes of other gateways that are newer than those that are known."""
+        oldest = time.time_ns() - REMOVAL_SECONDS * 10**9
+        for name in [name for name, change in self._changes.items() if not change.folder and change.changed < oldest]:
+            del self._changes[name]
         for change in changes:
             known = self._changes.get(change.name)
+            if known is None and not change.folder and change.changed < oldest:
+                continue  # others forget it, too
             if known is not None and (change.changed, change.digest) <= (known.changed, known.digest):
                 continue
             self._changes[change.name] = change

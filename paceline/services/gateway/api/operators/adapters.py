@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Annotated
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.api_schema import text_of
@@ -17,13 +18,22 @@ from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.model_fleet import ModelFleet
 from paceline.services.gateway.planning.request_body import Body
 
+
+def _checked_name(name: str) -> str:
+    if not (name.isprintable() and name == name.strip()) or "," in name:
+        raise ValueError("an adapter's name has visible characters other than a comma")
+    return name
+
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_checked_name)]
+
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?", re.ASCII)
 
 
 class LoadAdapterRequest(Body):
     """An adapter to be named."""
 
-    lora_name: str = Field(min_length=1, max_length=256)
+    lora_name: AdapterName
     lora_path: str = Field(min_length=1, max_length=4096)
     """Folder of the adapter on the machines of workers, or its name on the hub: org/name, or org/name@revision."""
     load_inplace: bool = False
@@ -35,7 +45,7 @@ class LoadAdapterRequest(Body):
 class UnloadAdapterRequest(Body):
     """An adapter whose name is to be forgotten."""
 
-    lora_name: str = Field(min_length=1, max_length=256)
+    lora_name: AdapterName
 
 
 def add_adapters(router: APIRouter, gateway: Gateway) -> None:
