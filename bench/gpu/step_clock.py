@@ -123,8 +123,8 @@ class WatchedModel:
         self._clock.mark_forward()
         return hidden
 
-    def logits(self, hidden: Tensor) -> Logits:
-        return self._model.logits(hidden)
+    def logits(self, hidden: Tensor, adapters: Tensor | None = None) -> Logits:
+        return self._model.logits(hidden, adapters)
 
 
 class _WatchedRunner:

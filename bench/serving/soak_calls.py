@@ -314,6 +314,7 @@ CALLS: Mapping[str, Call] = dict(
             "/v1/models",
             "/v1/files",
             "/tokenizer_info",
+            "/is_sleeping",
         ),
         *_gets("/fleet", "/fleet/scale", "/server_info", "/", "/console/requests"),
         ("/v1/models/{model:path}", lambda soaker: soaker.get(f"/v1/models/{soaker.model}")),
@@ -351,9 +352,13 @@ OF_ENCODERS = frozenset(
 """Routes of models for embeddings and labels. The soak has a model that generates."""
 OF_ADAPTERS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 """Routes of adapters. The soak's model has none."""
-LEFT_OUT = OF_ENCODERS | OF_ADAPTERS | {"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"}
-"""Routes without requests: those of other models and of adapters, streams without an end, files, and a route that would
-empty the cache.
+OF_SLEEP = frozenset({"/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"})
+
+LEFT_OUT = (
+    OF_ENCODERS | OF_ADAPTERS | OF_SLEEP | {"/console/feed", "/console/{name}", "/fleet/steps", "/reset_prefix_cache"}
+)
+"""Routes without requests: those of other models and of adapters, those that put the model to sleep, streams without an
+end, files, and a route that would empty the cache.
 """
 
 WEIGHTS = {"/v1/chat/completions": 40, "/v1/completions": 30, "/v1/messages": 8, "/v1/responses": 4, "/v1/batches": 1}

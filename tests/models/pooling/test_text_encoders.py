@@ -36,7 +36,7 @@ def test_hidden_states_are_those_of_transformers_alone_and_in_any_batch(kind: st
     for row, found, mean in zip(rows, together, means):
         expected = hidden_states(reference, row, types)
         assert found.values is not None
-        torch.testing.assert_close(found.values, expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(found.values, expected, atol=5e-5, rtol=0)  # states are as large as 5
         assert mean.values is not None
         torch.testing.assert_close(mean.values[0], expected.mean(0), atol=2e-5, rtol=0)
     for wish, results in ((PoolWish("token_embed"), together), (PoolWish("embed"), means)):
