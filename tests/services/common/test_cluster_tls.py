@@ -246,4 +246,5 @@ async def test_certificates_guard_a_service_without_a_secret(
     with caplog.at_level(logging.WARNING):
         await server.start()
     await server.close(0)
-    assert not caplog.records
+    # grpc may log an error of an earlier test's event loop now.
+    assert not [record for record in caplog.records if record.name.startswith("paceline")]
