@@ -47,6 +47,10 @@ class Adapter:
     """Digest of the content; equal for equal files."""
 
 
+class UnreadableAdapterError(ModelError):
+    """A file of an adapter cannot be opened on this machine, whatever other machines see."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """The content of an adapter's folder, as it was read at one time."""
@@ -147,7 +151,8 @@ def open_adapter_file(folder: Path, name: str, most: int = MOST_TENSOR_BYTES) ->
             advice = "; adapter_model.bin may run code when it is read: save the adapter with safetensors"
         elif not folder.is_dir():
             advice = "; an adapter is a folder as PEFT saves it"
-        raise ModelError(f"the adapter's file {path} cannot be read: {error.strerror}{advice}") from error
+        message = f"the adapter's file {path} cannot be read: {error.strerror}{advice}"
+        raise UnreadableAdapterError(message) from error
     found = os.fstat(number)
     if not stat.S_ISREG(found.st_mode) or found.st_size > most:
         os.close(number)

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.adapters import DIGEST_BYTES, short_digest
+from paceline.core.adapters import DIGEST_BYTES, UnreadableAdapterError, short_digest
 from paceline.core.errors import BusyError, InvalidRequestError, ModelError, UnavailableError
 from paceline.core.machine import yield_to_others
 from paceline.core.metrics import Family, Sample
@@ -91,7 +91,10 @@ class AdapterStore:
         if (hub := parse_hub_adapter(folder)) is not None:
             place = await self._found(name, folder)
             folder = str(HubAdapter(hub.repository, place.name))
-        found = await self._read(adapters, pb.Adapter(name=name, folder=folder))
+        try:
+            found = await self._read(adapters, pb.Adapter(name=name, folder=folder))
+        except UnreadableAdapterError as error:
+            raise InvalidRequestError(f"{name}: {error}", "model") from error
         return pb.Adapter(name=name, folder=folder, digest=found.digest)
 
     @contextlib.asynccontextmanager
@@ -105,7 +108,7 @@ class AdapterStore:
             BusyError: running requests need as many other adapters as the worker may have in memory, or the adapter
                 cannot be read in time.
             InvalidRequestError: the adapter cannot be served, or has no digest.
-            UnavailableError: the worker takes no adapters.
+            UnavailableError: the worker takes no adapters, or this machine lacks the adapter's files.
         """
         if not work.HasField("adapter"):
             yield
@@ -113,7 +116,10 @@ class AdapterStore:
         held = self._find(work.adapter, seconds)
         held.requests += 1
         try:
-            await _arrived(held, seconds)
+            try:
+                await _arrived(held, seconds)
+            except UnreadableAdapterError as error:  # other workers may have read it before it got its name
+                raise UnavailableError(f"{work.adapter.name}: {error}") from error
             yield
         finally:
             held.requests -= 1
@@ -167,6 +173,8 @@ class AdapterStore:
         folder = await self._found(wanted.name, wanted.folder)
         try:
             found, seconds = await loop.run_in_executor(self._thread, _timed_read, adapters, folder, wanted.digest)
+        except UnreadableAdapterError:
+            raise
         except ModelError as error:
             raise InvalidRequestError(f"{wanted.name}: {error}", "model") from error
         self._times.note(seconds)

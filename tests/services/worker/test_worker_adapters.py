@@ -117,7 +117,8 @@ async def test_adapters_that_cannot_be_served_are_refused(
         assert "--max-lora-rank" in told
         changed = Adapter("x", good.folder, bytes(32))
         assert "has changed since it was named" in await refusal(host, changed)
-        assert "cannot be read" in await refusal(host, Adapter("x", str(tmp_path / "none"), bytes(32)))
+        lost = await refusal(host, Adapter("x", str(tmp_path / "none"), bytes(32)))
+        assert ("cannot be read" in lost, "UNAVAILABLE" in lost) == (True, True)  # other machines may have it
         assert "32 bytes" in await refusal(host, Adapter("x", good.folder, b"short"))
         assert len((await host.generate([5, 6, 7], 2, adapter=good)).tokens) == 2
     async with start_host(tmp_path / "model", max_batched_tokens=48) as host:
