@@ -142,18 +142,27 @@ class HostMemory:
 
         Blocks that the disk tier has are found there after the sleep. Raises BusyError if blocks are in use.
         """
-        self.ledger.forget()
-        counts = self.ledger.counts()
-        if used := counts.total - counts.free:
-            raise BusyError(f"{used} KV blocks of this host are in use")
+        self._forget_all()
         self.arena.give_back()
         self.asleep = True
 
     def wake(self) -> None:
-        """Allocate the arena's memory again. Raises BusyError if the system has too little memory now."""
+        """Allocate the arena's memory again.
+
+        Raises BusyError if the system has too little memory now, or if blocks are in use, whose content this would
+        change.
+        """
         if self.asleep:
+            self._forget_all()
             self.arena.take_back()
             self.asleep = False
+
+    def _forget_all(self) -> None:
+        """Forget all cached blocks. Raises BusyError if blocks are in use."""
+        self.ledger.forget()
+        counts = self.ledger.counts()
+        if used := counts.total - counts.free:
+            raise BusyError(f"{used} KV blocks of this host are in use")
 
     async def sweep(self) -> None:
         """Close connections to other hosts that have been idle for a long time."""

@@ -48,7 +48,10 @@ class Sleeping(Protocol):
         """Bring the weights back into memory. Raises PacelineError if this fails."""
 
     async def sleep_blocks(self) -> None:
-        """Forget cached blocks, and give the memory of KV blocks back. Raises PacelineError if this fails."""
+        """Forget cached blocks, and give the memory of KV blocks back.
+
+        Raises PacelineError if this fails. A part of the memory may be given back then, until `wake_blocks`.
+        """
 
     async def wake_blocks(self) -> None:
         """Allocate the memory of KV blocks again. Raises BusyError if there is too little memory now."""
@@ -181,8 +184,13 @@ class WorkerSleep:
             await worker.wake_weights()
             state.weights = 0
         if wish.kv_cache and not state.kv_cache:
-            await worker.sleep_blocks()
-            state.kv_cache = True
+            state.kv_cache = True  # for as long as a part of the memory may be missing
+            try:
+                await worker.sleep_blocks()
+            except Exception:
+                await worker.wake_blocks()
+                state.kv_cache = False
+                raise
         if wish.weights > state.weights:
             await worker.sleep_weights(wish.weights)
             state.weights = wish.weights

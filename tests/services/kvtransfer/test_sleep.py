@@ -71,6 +71,33 @@ async def test_blocks_in_use_keep_their_memory_until_they_are_released(host: Hos
     assert is_asleep(host)
 
 
+async def test_a_worker_that_cannot_sleep_keeps_its_blocks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.services.kvtransfer.sessions._SETTLE_SECONDS", 0.2)
+    worker = await host.attach()
+    await worker.do(reserve(key("r"), "a"))
+    with pytest.raises(Exception, match="cannot sleep now"):
+        await set_asleep(host, worker, True)
+    await worker.do(release(key("r")))
+    assert host.service.sessions.settle()  # as the keeper does, some moments later
+    assert not is_asleep(host)
+    assert allocated(worker) >= SIZE
+
+
+async def test_memory_is_not_allocated_anew_under_blocks(host: Host) -> None:
+    worker = await host.attach()
+    await worker.do(reserve(key("cached"), "a"))
+    await worker.do(seal(key("cached"), "a"))
+    await worker.do(release(key("cached")))
+    await worker.do(reserve(key("r"), "bc"))
+    assert host.service.sessions.memory is not None
+    host.service.sessions.memory.asleep = True  # as after a kill while an earlier service allocated it
+    with pytest.raises(Exception, match="2 KV blocks of this host are in use"):
+        await set_asleep(host, worker, False)
+    await worker.do(release(key("r")))
+    await set_asleep(host, worker, False)
+    assert await host.counts() == (SLOTS, 0, 0, 0)
+
+
 async def test_a_worker_that_joins_finds_the_memory_awake(host: Host) -> None:
     worker = await host.attach()
     await set_asleep(host, worker, True)

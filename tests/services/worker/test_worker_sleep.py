@@ -22,6 +22,8 @@ class ToyWorker:
         self.done: list[str] = []
         self.refusal: InvalidRequestError | None = None
         self.failure: Exception | None = None
+        self.fails_at = ""
+        """The one thing that fails; empty if everything does."""
         self.told: list[str] = []
         self.role = WorkerRole("decode", 20.0, self._tell)
         self.sleep = WorkerSleep(self, self.role)
@@ -36,7 +38,7 @@ class ToyWorker:
     async def _do(self, what: str) -> None:
         assert not self.admission.active
         await asyncio.sleep(0)
-        if self.failure is not None:
+        if self.failure is not None and self.fails_at in ("", what):
             raise self.failure
         self.done.append(what)
 
@@ -160,6 +162,27 @@ async def test_a_wish_that_failed_may_be_repeated(worker: ToyWorker) -> None:
     worker.failure = None
     await worker.sleep.set(AWAKE)
     assert worker.admission.state == "ready"
+
+
+async def test_a_worker_whose_blocks_cannot_sleep_has_all_of_them_again(worker: ToyWorker) -> None:
+    worker.failure, worker.fails_at = BusyError("blocks are in use"), "no blocks"
+    with pytest.raises(BusyError):
+        await worker.sleep.set(ASLEEP)
+    assert worker.done == ["blocks"]
+    assert worker.admission.state == "ready"
+    worker.failure = None
+    await worker.sleep.set(ASLEEP)
+    assert worker.done[1:] == ["no blocks", "weights 1"]
+
+
+async def test_a_worker_whose_blocks_are_gone_takes_no_requests(worker: ToyWorker) -> None:
+    worker.failure = BusyError("too little memory")
+    with pytest.raises(BusyError):
+        await worker.sleep.set(ASLEEP)
+    assert worker.admission.state == "sleeping"
+    worker.failure = None
+    await worker.sleep.set(AWAKE)
+    assert worker.done == ["blocks"]
 
 
 async def test_a_draining_worker_does_not_fall_asleep(worker: ToyWorker) -> None:
