@@ -34,8 +34,8 @@ class Sleeping(Protocol):
 
     admission: WorkerAdmission
 
-    def check_sleep(self) -> None:
-        """Raise InvalidRequestError if the worker cannot give the memory of its weights back."""
+    def check_sleep(self, wish: Sleep) -> None:
+        """Raise InvalidRequestError if the worker cannot give the parts of its memory back that shall sleep."""
 
     async def sleep_weights(self, level: int) -> None:
         """Give the memory of the weights back.
@@ -104,6 +104,12 @@ class WorkerSleep:
         self._wanted = Sleep()
         self._task: asyncio.Task[None] | None = None
 
+    def check(self, wish: Sleep) -> None:
+        """Raise InvalidRequestError if the wish is not valid, or if the worker cannot sleep so."""
+        if wish.weights not in LEVELS or wish.mode not in ("", *MODES):
+            raise InvalidRequestError(f"level {wish.weights} with mode {wish.mode!r} is no sleep that workers know")
+        self._worker.check_sleep(wish)
+
     async def set(self, wish: Sleep) -> None:
         """Sleep or wake as it is wanted. Return when this is done, or when a newer wish has replaced this one.
 
@@ -115,12 +121,9 @@ class WorkerSleep:
             DrainingError: the worker ends, or is about to get another role.
             PacelineError: memory could not be given back, or could not be had again.
         """
-        if wish.weights not in LEVELS or wish.mode not in ("", *MODES):
-            raise InvalidRequestError(f"level {wish.weights} with mode {wish.mode!r} is no sleep that workers know")
         has_failed = self._task is not None and self._task.done() and self._task.exception() is not None
         if wish.changed > self._wanted.changed or (wish.changed == self._wanted.changed and has_failed):
-            if wish.weights:
-                self._worker.check_sleep()
+            self.check(wish)
             self._wanted = wish
             self._task = asyncio.create_task(self._follow(wish, self._task), name="sleep")
         if self._task is not None:

@@ -31,8 +31,8 @@ class ToyWorker:
     async def _tell(self, ready: bool) -> None:
         self.told.append(self.admission.state)
 
-    def check_sleep(self) -> None:
-        if self.refusal is not None:
+    def check_sleep(self, wish: Sleep) -> None:
+        if self.refusal is not None and (wish.weights or wish.kv_cache):
             raise self.refusal
 
     async def _do(self, what: str) -> None:
@@ -147,8 +147,9 @@ async def test_a_deeper_sleep_needs_no_waking(worker: ToyWorker) -> None:
 
 async def test_a_worker_that_cannot_sleep_goes_on(worker: ToyWorker) -> None:
     worker.refusal = InvalidRequestError("it has its own weights")
-    with pytest.raises(InvalidRequestError):
-        await worker.sleep.set(ASLEEP)
+    for wish in (ASLEEP, Sleep(kv_cache=True, changed=2)):
+        with pytest.raises(InvalidRequestError):
+            await worker.sleep.set(wish)
     async with worker.admission.admit():
         pass
 
