@@ -96,8 +96,23 @@ async def test_a_wish_that_makes_no_sense_changes_nothing(stack: Stack, path: st
     assert not stack.workers["decode-0"].wishes
 
 
-async def test_if_a_worker_cannot_sleep_all_stay_awake(stack: Stack) -> None:
+async def test_if_a_worker_cannot_sleep_all_stay_awake_and_no_request_ends(stack: Stack) -> None:
     stack.workers["prefill-0"].sleep_refusal = InvalidRequestError("weights in memory of its own")
+    stack.pause_decode(after=2)
+    reader = Reader(stack, max_tokens=6)
+    await eventually(lambda: len(reader.text) >= 2)
+    answer = await stack.http.post("/sleep?mode=abort")
+    assert answer.status_code == 400
+    assert "memory of its own" in answer.text
+    assert not await is_sleeping(stack)
+    stack.workers["decode-0"].resume.set()
+    assert await reader.task == TEXT[:6]
+    assert not stack.workers["decode-0"].wishes
+
+
+async def test_if_a_worker_refuses_although_it_said_otherwise_all_wake(stack: Stack) -> None:
+    worker = stack.workers["prefill-0"]
+    worker.late_refusal = InvalidRequestError("weights in memory of its own")
     answer = await stack.http.post("/sleep")
     assert answer.status_code == 400
     assert "memory of its own" in answer.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
@@ -23,7 +23,8 @@ _ORDER: tuple[tuple[Role, ...], ...] = (("decode",), ("prefill", "standby", "poo
 """The order in which workers fall asleep. A running request is on a decode worker from its beginning to its end, and
 may need workers of the later roles until then.
 """
-_ROLES = frozenset(role for roles in _ORDER for role in roles)
+_CHECK_SECONDS = 5.0
+"""Longest wait until a worker has said whether it can sleep, in seconds. A worker that is silent is told anyway."""
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,12 @@ class SleepKeeper:
         If a newer wish comes meanwhile, return at once.
 
         Raises:
-            InvalidRequestError: a worker cannot sleep. All workers wake again.
+            InvalidRequestError: a worker cannot sleep, so nothing happens. If it has come just now, all workers wake
+                again.
             UnavailableError: a worker cannot do it now. The gateways go on trying.
         """
+        if weights or kv_cache:
+            await self._check(Sleep(weights=weights, kv_cache=kv_cache, mode=mode))
         wish = self._want(weights, kv_cache, mode)
         while self.book.wish is wish and (self._is_telling or not self._is_reached(wish)):
             if self._refusal is not None and self._told is wish:
@@ -156,6 +160,15 @@ class SleepKeeper:
     def _is_reached(self, wish: Sleep) -> bool:
         return all(agree(worker.member.sleep, wish) for roles in _ORDER for worker in self._workers(roles))
 
+    async def _check(self, wish: Sleep) -> None:
+        """Ask the workers whether they can sleep, before requests end for it. Raises InvalidRequestError."""
+        workers = [worker for roles in _ORDER for worker in self._workers(roles)]
+        answers = await asyncio.gather(*(_check_sleep(worker, wish) for worker in workers), return_exceptions=True)
+        for answer in answers:
+            # Any other error may pass, or the worker's member ends.
+            if isinstance(answer, InvalidRequestError):
+                raise answer
+
     def _tell_workers(self) -> None:
         """Begin to tell workers the newest wish, if some have not fulfilled it and none is being told."""
         wish = self.book.wish
@@ -191,11 +204,20 @@ class SleepKeeper:
             self._want(0, kv_cache=False)
 
 
+async def _check_sleep(worker: RemoteWorker, wish: Sleep) -> None:
+    """Raise PacelineError if a worker cannot sleep so, or does not answer."""
+    await _ask(worker, worker_pb2_grpc.MaintenanceStub(worker.channel).CheckSleep(wish, timeout=_CHECK_SECONDS))
+
+
 async def _set_sleep(worker: RemoteWorker, wish: Sleep) -> None:
     """Tell one worker, and wait until it has done it, or its member ends. Raises PacelineError if it cannot."""
-    stub = worker_pb2_grpc.MaintenanceStub(worker.channel)
+    await _ask(worker, worker_pb2_grpc.MaintenanceStub(worker.channel).SetSleep(wish))
+
+
+async def _ask(worker: RemoteWorker, call: Awaitable[object]) -> None:
+    """Wait for a worker's answer, or until its member ends. Raises PacelineError."""
     try:
-        await heeding_cancellation(stub.SetSleep(wish))
+        await heeding_cancellation(call)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise InvalidRequestError(f"{worker} is of a release that cannot sleep") from error
