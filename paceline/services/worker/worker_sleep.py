@@ -149,7 +149,6 @@ class WorkerSleep:
                 if not await self._is_idle(wish):
                     return  # the newer wish decides what follows
             await self._change_memory(wish)
-            self.state = wish
         finally:
             if self._wanted is wish:
                 admission.asleep = bool(self.state.weights or self.state.kv_cache)
@@ -176,10 +175,22 @@ class WorkerSleep:
             raise BusyError("the worker's requests do not end, so it cannot sleep")
 
     async def _change_memory(self, wish: Sleep) -> None:
-        """Give memory back and take it again, until it is as wanted. Keeps count of each part, because any may fail."""
-        worker = self._worker
+        """Give memory back and take it again, until it is as wanted."""
+        reached = self.state
         # Without the instant of a wish, because nobody has wished for what is between two wishes.
-        self.state = state = Sleep(weights=self.state.weights, kv_cache=self.state.kv_cache)
+        self.state = state = Sleep(weights=reached.weights, kv_cache=reached.kv_cache, by_itself=reached.by_itself)
+        try:
+            await self._change_parts(state, wish)
+        except Exception:
+            # It stays so until it is told again. A gateway that starts meanwhile, and knows no newer wish, leaves it so,
+            # and knows whether a request wakes it.
+            state.changed = reached.changed
+            raise
+        self.state = wish
+
+    async def _change_parts(self, state: Sleep, wish: Sleep) -> None:
+        """Bring the parts of `state` to those of `wish` one by one. Keep count in `state`, because any may fail."""
+        worker = self._worker
         if state.kv_cache and not wish.kv_cache:
             await worker.wake_blocks()
             state.kv_cache = False

@@ -155,6 +155,12 @@ async def test_a_request_waits_until_an_operator_wakes_the_model(stack: Stack) -
     assert (await sent).status_code == 200
 
 
+async def test_waking_a_part_of_the_memory_aborts_no_request_that_waits(stack: Stack) -> None:
+    await stack.http.post("/sleep?mode=abort")
+    assert (await stack.http.post("/wake_up?tags=weights")).status_code == 200
+    assert [wish.mode for wish in stack.workers["decode-0"].wishes] == ["abort", "wait"]
+
+
 async def test_a_request_that_has_waited_long_enough_is_told_to_come_back(start_stack: StartStack) -> None:
     stack = await start_stack(queue_seconds=0.5)
     await stack.http.post("/sleep")
@@ -172,6 +178,15 @@ async def test_an_idle_model_sleeps_by_itself_and_the_next_request_wakes_it(star
         assert (await complete(gateway)).json()["choices"][0]["text"] == TEXT[:4]
         assert not await is_sleeping(gateway)
     assert (await stack.http.get("/health")).status_code == 200
+
+
+async def test_an_operators_sleep_of_a_model_that_sleeps_by_itself_outlives_the_gateways(
+    start_stack: StartStack,
+) -> None:
+    stack = await start_stack(sleep_after=0.5)
+    await eventually(sleeping(stack))
+    assert (await stack.http.post("/sleep?mode=wait")).status_code == 200
+    assert not any(worker.sleep.by_itself for worker in stack.workers.values())
 
 
 async def test_a_model_that_another_gateway_uses_stays_awake(start_stack: StartStack) -> None:

@@ -165,6 +165,23 @@ async def test_a_wish_that_failed_may_be_repeated(worker: ToyWorker) -> None:
     assert worker.admission.state == "ready"
 
 
+async def test_a_worker_that_failed_tells_when_its_sleep_was_wanted_and_by_whom(worker: ToyWorker) -> None:
+    await worker.sleep.set(Sleep(weights=1, kv_cache=True, by_itself=True, changed=1))
+    worker.failure, worker.fails_at = BusyError("too little memory"), "weights"
+    for _ in range(2):
+        with pytest.raises(BusyError):
+            await worker.sleep.set(AWAKE)
+        assert worker.sleep.state == Sleep(weights=1, by_itself=True, changed=1)
+
+
+async def test_an_operator_takes_over_a_sleep_that_a_request_would_end(worker: ToyWorker) -> None:
+    await worker.sleep.set(Sleep(weights=1, kv_cache=True, by_itself=True, changed=1))
+    wish = Sleep(weights=1, kv_cache=True, changed=2)
+    await worker.sleep.set(wish)
+    assert worker.sleep.state == wish
+    assert worker.done == ["no blocks", "weights 1"]
+
+
 async def test_a_worker_whose_blocks_cannot_sleep_has_all_of_them_again(worker: ToyWorker) -> None:
     worker.failure, worker.fails_at = BusyError("blocks are in use"), "no blocks"
     with pytest.raises(BusyError):

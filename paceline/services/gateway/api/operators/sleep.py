@@ -87,7 +87,8 @@ class SleepApi:
         sleep, parts = self._gateway.find(model).sleep, _parts(tags)
         wish = sleep.book.wish
         weights = 0 if WEIGHTS in parts else wish.weights
-        await sleep.want(weights, wish.kv_cache and KV_CACHE not in parts, wish.mode)
+        # Never the mode of the sleep: the requests that wait for the model to wake must not be aborted.
+        await sleep.want(weights, wish.kv_cache and KV_CACHE not in parts, "wait")
 
 
 def _parts(tags: Iterable[str] | None) -> frozenset[str]:
