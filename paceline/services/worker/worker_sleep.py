@@ -182,7 +182,7 @@ class WorkerSleep:
         try:
             await self._change_parts(state, wish)
         except Exception:
-            # It stays so until it is told again. A gateway that starts meanwhile, and knows no newer wish, leaves it so,
+            # It stays so until it is told again. A gateway that starts meanwhile and knows no newer wish leaves it so,
             # and knows whether a request wakes it.
             state.changed = reached.changed
             raise

@@ -56,7 +56,7 @@ def test_blocks_go_down_into_the_arena_and_come_back(tmp_path: Path) -> None:
 
 def test_only_memory_of_a_cpu_sleeps() -> None:
     KVMemory(LAYOUT, arena(1)).check_sleep()
-    with pytest.raises(InvalidRequestError, match="device meta.*only workers on a CPU sleep"):
+    with pytest.raises(InvalidRequestError, match=r"device meta.*only workers on a CPU sleep"):
         KVMemory(LAYOUT, arena(1).to("meta")).check_sleep()
 
 
