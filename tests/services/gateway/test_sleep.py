@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.proto.fleet_pb2 import Sleep
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
-from tests.services.gateway.toy_workers import TEXT
+from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +129,36 @@ async def test_a_worker_that_fails_is_told_again(stack: Stack) -> None:
     assert "something is wrong" in answer.text
     worker.sleep_refusal = None
     await eventually(lambda: worker.sleep.weights == 1)
+
+
+async def test_an_operator_whose_wish_is_replaced_by_a_newer_one_learns_it(stack: Stack) -> None:
+    stack.pause_decode(after=2)
+    reader = Reader(stack, max_tokens=6)
+    await eventually(lambda: len(reader.text) >= 2)
+    slept = asyncio.create_task(stack.http.post("/sleep?mode=wait"))
+    await eventually(lambda: bool(stack.workers["decode-0"].wishes))
+    same = asyncio.create_task(stack.http.post("/sleep?mode=keep"))
+    await eventually(lambda: len(stack.workers["decode-0"].wishes) == 2)
+    assert not slept.done()  # the newer wish is for the same
+    assert (await stack.http.post("/wake_up")).status_code == 200
+    for answer in await asyncio.gather(slept, same):
+        assert answer.status_code == 409
+        assert answer.json()["error"]["code"] == "sleep_replaced"
+    stack.workers["decode-0"].resume.set()
+    assert await reader.task == TEXT[:6]
+
+
+async def test_a_sleeping_worker_of_another_model_does_not_put_this_one_to_sleep(stack: Stack) -> None:
+    stranger = stack.workers["stranger"] = ToyWorker("decode", "stranger", model="another", state="sleeping")
+    stranger.sleep = Sleep(weights=1, kv_cache=True, changed=1 << 62)
+    await stranger.start(stack.redis_url, stack.cluster)
+
+    async def is_seen() -> bool:
+        return "stranger" in await states(stack)
+
+    await eventually(is_seen)
+    assert not await is_sleeping(stack)
+    assert not stack.workers["decode-0"].wishes
 
 
 async def test_a_restarted_worker_of_a_sleeping_model_is_put_to_sleep(stack: Stack) -> None:

@@ -29,6 +29,10 @@ _CHECK_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
+class ReplacedSleepError(PacelineError):
+    """A newer wish for the sleep of the same model came before all workers had fulfilled this one."""
+
+
 class SleepKeeper:
     """The sleep of one model's workers, as one gateway sees it.
 
@@ -79,9 +83,8 @@ class SleepKeeper:
     async def want(self, weights: int, kv_cache: bool, mode: str = "") -> None:
         """Let all workers sleep or wake, and wait until they have. The mode of a sleep is that of `Sleep`.
 
-        If a newer wish comes meanwhile, return at once.
-
         Raises:
+            ReplacedSleepError: a newer wish came meanwhile, so that this one does not count any more.
             InvalidRequestError: a worker cannot sleep, so nothing happens. If it has come just now, all workers wake
                 again.
             UnavailableError: a worker cannot do it now. The gateways go on trying.
@@ -89,20 +92,21 @@ class SleepKeeper:
         if weights or kv_cache:
             await self._check(Sleep(weights=weights, kv_cache=kv_cache, mode=mode))
         wish = self._want(weights, kv_cache, mode)
-        while self.book.wish is wish and (self._is_telling or not self._is_reached(wish)):
-            if self._refusal is not None and self._told is wish:
+        while agree(newest := self.book.wish, wish) and (self._is_telling or not self._is_reached(newest)):
+            if self._refusal is not None and self._told is newest:
                 refusal = self._refusal
                 if isinstance(refusal, InvalidRequestError):
                     self._want(0, kv_cache=False)
                     raise refusal
                 raise UnavailableError(f"not all workers have done it yet, and the gateway goes on trying: {refusal}")
-            self._fleet.hurry()
             await self._fleet.refreshed()
+        if not agree(self.book.wish, wish):
+            raise ReplacedSleepError("somebody else has let the model sleep or wake meanwhile; see GET /is_sleeping")
 
     def follow_fleet(self) -> None:
         """Act on what other members say and on the time without requests. Call this after each refresh of the fleet."""
-        members = [worker.member for worker in self._fleet.workers()]
-        if self.book.merge([member.sleep for member in (*self._fleet.gateways, *members)]):
+        members = [*self._fleet.gateways, *(worker.member for worker in self._fleet.workers())]
+        if self.book.merge(member.sleep for member in members if member.model == self._fleet.model):
             self._note_wish()
         self._note_use()
         self.wake_if_used()
@@ -183,17 +187,20 @@ class SleepKeeper:
 
     async def _tell(self, wish: Sleep) -> None:
         groups = _ORDER if is_sleep(wish) else (tuple(role for roles in _ORDER for role in roles),)
+        refusal: PacelineError | None = None
         for roles in groups:
             behind = [worker for worker in self._workers(roles) if not agree(worker.member.sleep, wish)]
             outcomes = await asyncio.gather(*(_set_sleep(worker, wish) for worker in behind), return_exceptions=True)
             refusals = [outcome for outcome in outcomes if isinstance(outcome, PacelineError)]
-            # A refusal that would come again counts more than one that may pass.
-            refusal = next((each for each in refusals if isinstance(each, InvalidRequestError)), None)
             if refusals:
-                self._note_refusal(wish, refusal or refusals[0])
-                return
-        self._refusal = None
-        self._fleet.hurry()
+                # A refusal that would come again counts more than one that may pass.
+                refusal = next((each for each in refusals if isinstance(each, InvalidRequestError)), refusals[0])
+                break
+        self._fleet.hurry()  # whoever waits for the workers need not wait for the next regular look at them
+        if refusal is None:
+            self._refusal = None
+        else:
+            self._note_refusal(wish, refusal)
 
     def _note_refusal(self, wish: Sleep, refusal: PacelineError) -> None:
         if self._refusal is None:
