@@ -103,7 +103,7 @@ class Member(_message.Message):
     state: _builtins.str
     """starting, ready, draining, or sleeping: a worker that has given memory back and takes no work until it wakes."""
     model: _builtins.str
-    """Digest of the model's config and tokenizer."""
+    """Digest of the model's config and tokenizer. Only gateways and workers have it."""
     layout: _builtins.str
     """Fingerprint of the KV layout."""
     max_model_len: _builtins.int

@@ -117,6 +117,21 @@ class SetRoleRequest(_message.Message):
 Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
 
 @_typing.final
+class CheckSleepReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckSleepReply: _TypeAlias = CheckSleepReply  # noqa: Y015
+
+@_typing.final
 class SetSleepReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

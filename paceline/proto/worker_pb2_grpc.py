@@ -403,6 +403,11 @@ class MaintenanceStub:
                 request_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
                 _registered_method=True)
+        self.CheckSleep = channel.unary_unary(
+                '/paceline.v1.Maintenance/CheckSleep',
+                request_serializer=paceline_dot_proto_dot_fleet__pb2.Sleep.SerializeToString,
+                response_deserializer=paceline_dot_proto_dot_worker__pb2.CheckSleepReply.FromString,
+                _registered_method=True)
         self.SetSleep = channel.unary_unary(
                 '/paceline.v1.Maintenance/SetSleep',
                 request_serializer=paceline_dot_proto_dot_fleet__pb2.Sleep.SerializeToString,
@@ -434,6 +439,14 @@ class MaintenanceServicer:
     def SetRole(self, request, context):
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckSleep(self, request, context):
+        """Returns if the worker could sleep as it is wanted, and changes nothing. INVALID_ARGUMENT with the reason if it
+        cannot. Called before a sleep that ends requests, so that none ends for nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -474,6 +487,11 @@ def add_MaintenanceServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=paceline_dot_proto_dot_worker__pb2.SetRoleRequest.FromString,
                     response_serializer=paceline_dot_proto_dot_worker__pb2.SetRoleReply.SerializeToString,
+            ),
+            'CheckSleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckSleep,
+                    request_deserializer=paceline_dot_proto_dot_fleet__pb2.Sleep.FromString,
+                    response_serializer=paceline_dot_proto_dot_worker__pb2.CheckSleepReply.SerializeToString,
             ),
             'SetSleep': grpc.unary_unary_rpc_method_handler(
                     servicer.SetSleep,
@@ -546,6 +564,33 @@ class Maintenance:
             '/paceline.v1.Maintenance/SetRole',
             paceline_dot_proto_dot_worker__pb2.SetRoleRequest.SerializeToString,
             paceline_dot_proto_dot_worker__pb2.SetRoleReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckSleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.Maintenance/CheckSleep',
+            paceline_dot_proto_dot_fleet__pb2.Sleep.SerializeToString,
+            paceline_dot_proto_dot_worker__pb2.CheckSleepReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -222,6 +222,10 @@ class MaintenanceStub:
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
     """
+    CheckSleep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.CheckSleepReply]
+    """Returns if the worker could sleep as it is wanted, and changes nothing. INVALID_ARGUMENT with the reason if it
+    cannot. Called before a sleep that ends requests, so that none ends for nothing.
+    """
     SetSleep: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.SetSleepReply]
     """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
     replaced this one. Does nothing if the worker knows a newer wish already.
@@ -243,6 +247,10 @@ class MaintenanceAsyncStub(MaintenanceStub):
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleReply]  # type: ignore[assignment]
     """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
     serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+    """
+    CheckSleep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.CheckSleepReply]  # type: ignore[assignment]
+    """Returns if the worker could sleep as it is wanted, and changes nothing. INVALID_ARGUMENT with the reason if it
+    cannot. Called before a sleep that ends requests, so that none ends for nothing.
     """
     SetSleep: _aio.UnaryUnaryMultiCallable[_fleet_pb2.Sleep, _worker_pb2.SetSleepReply]  # type: ignore[assignment]
     """Lets the worker sleep or wake as it is wanted. Returns when the worker has done it, or when a newer wish has
@@ -274,6 +282,16 @@ class MaintenanceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.SetRoleReply, _abc.Awaitable[_worker_pb2.SetRoleReply]]:
         """Begins to give the worker another role. The worker refuses new work at once, gateways move its requests, and then it
         serves in the new role. Its member has a new epoch then. Does nothing if the worker has the role already.
+        """
+
+    @_abc_1.abstractmethod
+    def CheckSleep(
+        self,
+        request: _fleet_pb2.Sleep,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.CheckSleepReply, _abc.Awaitable[_worker_pb2.CheckSleepReply]]:
+        """Returns if the worker could sleep as it is wanted, and changes nothing. INVALID_ARGUMENT with the reason if it
+        cannot. Called before a sleep that ends requests, so that none ends for nothing.
         """
 
     @_abc_1.abstractmethod

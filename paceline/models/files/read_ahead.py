@@ -153,7 +153,9 @@ def read_ahead(maps: Sequence[Tensor]) -> None:
 
 
 def advise(address: int, size: int, advice: int) -> bool:
-    """Call madvise for the pages of this memory, without the GIL. Return False if the system refuses it."""
+    """Call madvise for the pages of this memory, without the GIL. Return False if the system refuses it; `ctypes` has
+    the number of the error.
+    """
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     madvise = _madvise()
     return madvise is not None and not madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), advice)
@@ -162,5 +164,5 @@ def advise(address: int, size: int, advice: int) -> bool:
 @functools.cache
 def _madvise() -> Callable[..., int] | None:
     """Return the system's function; None if it has none."""
-    found: Callable[..., int] | None = getattr(ctypes.CDLL(None), "madvise", None)
+    found: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
     return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, ModelError
 from paceline.models.files.read_ahead import POPULATE_READ, advise
 
 _THREADS = 2
@@ -65,19 +67,22 @@ class WeightMaps:
         return sum(each.size for each in self._given)
 
     def take_back(self) -> None:
-        """Read the pages that were given back, so that the first step need not wait for them."""
+        """Read the pages that were given back, so that the first step need not wait for them.
+
+        Raises ModelError if a page cannot be read, because a step that touched it would end the process.
+        """
         pieces = [
-            (begin, min(_PIECE, each.begin + each.size - begin))
+            WeightMap(begin, min(_PIECE, each.begin + each.size - begin), each.file)
             for each in self._given
             for begin in range(each.begin, each.begin + each.size, _PIECE)
         ]
         with ThreadPoolExecutor(_THREADS, "wake") as threads:  # one thread alone has a fraction of a disk's rate
-            for _ in threads.map(lambda piece: advise(piece[0], piece[1], POPULATE_READ), pieces):
-                pass
+            list(threads.map(_read, pieces))
 
     def _maps(self) -> Iterator[WeightMap]:
         """Yield the maps whose pages are all those of a file: none of them has been written."""
         found: WeightMap | None = None
+        is_written = False
         # Without Linux's list of maps, there are none.
         with contextlib.suppress(OSError), open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
             for line in lines:
@@ -86,8 +91,22 @@ class WeightMaps:
                     file = rest[4].rstrip("\n") if len(rest) == 5 else ""
                     begin, end = (int(address, 16) for address in name.split("-"))
                     found = WeightMap(begin, end - begin, file) if file.startswith(self._folders) else None
-                elif name == "Anonymous:" and found is not None and rest[0] == "0":
-                    yield found
+                elif name == "Anonymous:":
+                    is_written = rest[0] != "0"
+                elif name == "Swap:" and found is not None and not is_written and rest[0] == "0":
+                    yield found  # a written page is in memory, or in the swap, which is listed after it
+
+
+def _read(piece: WeightMap) -> None:
+    """Read all pages of a piece of a map. Raises ModelError if one cannot be read."""
+    if advise(piece.begin, piece.size, POPULATE_READ):
+        return
+    # Linux before 5.14 does not know this advice. There, pages come when they are used.
+    if (number := ctypes.get_errno()) not in (0, errno.EINVAL, errno.ENOSYS):
+        raise ModelError(
+            f"the weights in {piece.file} cannot be read back into memory ({os.strerror(number)}); restart the worker "
+            "if this goes on"
+        )
 
 
 def _drop_cache(file: str) -> None:

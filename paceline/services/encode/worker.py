@@ -11,7 +11,7 @@ from paceline.core.errors import UnavailableError
 from paceline.core.metrics import Sample
 from paceline.engine.loading import LoadedEncoders, load_encoders_alone
 from paceline.proto import common_pb2
-from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, Sleep, WorkReport
 from paceline.services.worker.admission import WorkerAdmission
 from paceline.services.worker.bare_engine import BareEngine
 from paceline.services.worker.encoder import WorkerEncoder
@@ -98,8 +98,9 @@ class EncodeWorker:
 
     # ---- sleep, see `Sleeping`
 
-    def check_sleep(self) -> None:
-        check_maps(self._weight_maps)
+    def check_sleep(self, wish: Sleep) -> None:
+        if wish.weights:
+            check_maps(self._weight_maps)
 
     async def sleep_weights(self, level: int) -> None:
         await give_back_weights(self._weight_maps, level)

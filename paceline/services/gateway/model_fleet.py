@@ -351,6 +351,7 @@ class ModelFleet:
             address=self._shared.address,
             host_id="",
             state="draining" if self._draining else "ready",
+            model=self.fleet.model,
             load=LoadReport(running=self.runner.running, waiting=len(self.runner.queue)),
             keys=self._shared.key_uses(),
             traffic=self.runner.traffic.report(),

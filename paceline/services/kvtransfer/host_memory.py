@@ -100,12 +100,11 @@ class HostMemory:
     def __init__(self, options: HostOptions, layout: KVLayout, arena: Arena) -> None:
         self.layout = layout
         self.arena = arena
-        self.asleep = not arena.has_memory
-        """Whether the memory of the blocks is given back to the system, so that no block may be used."""
         self.pool_id = secrets.token_hex(8)
         """Random id of this memory. A later memory of the host has another one."""
         slots = arena.size // layout.slot_bytes
         self.ledger = Ledger(layout, slots, options.lease_seconds, options.cache_policy(slots))
+        self.ledger.asleep = not arena.has_memory
         # Stays mapped after `close`, because transports may still be moving blocks.
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
@@ -128,6 +127,11 @@ class HostMemory:
         )
         self.prefixes = Prefixes(layout, self.ledger, self.fetches, promotions)
 
+    @property
+    def asleep(self) -> bool:
+        """Whether the memory of the blocks is given back to the system, so that no block may be used."""
+        return self.ledger.asleep
+
     async def expect(self, links: Sequence[bytes], hints: Sequence[Hint]) -> None:
         """Note hints about the first tokens of a context with these links, for blocks in the arena and on disk."""
         for index, ((group, digest), hint) in enumerate(hinted_blocks(self.layout, links, hints)):
@@ -142,18 +146,27 @@ class HostMemory:
 
         Blocks that the disk tier has are found there after the sleep. Raises BusyError if blocks are in use.
         """
+        self._forget_all()
+        self.ledger.asleep = True  # at first, because a transfer from another host may be about to reserve blocks
+        self.arena.give_back()
+
+    def wake(self) -> None:
+        """Allocate the arena's memory again.
+
+        Raises BusyError if the system has too little memory now, or if blocks are in use, whose content this would
+        change.
+        """
+        if self.asleep:
+            self._forget_all()
+            self.arena.take_back()
+            self.ledger.asleep = False
+
+    def _forget_all(self) -> None:
+        """Forget all cached blocks. Raises BusyError if blocks are in use."""
         self.ledger.forget()
         counts = self.ledger.counts()
         if used := counts.total - counts.free:
             raise BusyError(f"{used} KV blocks of this host are in use")
-        self.arena.give_back()
-        self.asleep = True
-
-    def wake(self) -> None:
-        """Allocate the arena's memory again. Raises BusyError if the system has too little memory now."""
-        if self.asleep:
-            self.arena.take_back()
-            self.asleep = False
 
     async def sweep(self) -> None:
         """Close connections to other hosts that have been idle for a long time."""

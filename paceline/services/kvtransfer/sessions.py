@@ -137,7 +137,8 @@ class Sessions:
         """Note that a worker sleeps, or is awake and needs blocks. While all workers sleep, the memory does, too.
 
         Returns when the memory sleeps or other workers need it, or when it is awake. Raises BusyError if blocks stay in
-        use, or if the system has too little memory now, and PacelineError if the session has ended.
+        use, so that the worker counts as awake, or if the system has too little memory now, and PacelineError if the
+        session has ended.
         """
         memory = self.check(session)
         if not asleep:
@@ -149,7 +150,9 @@ class Sessions:
             if self.settle() or session not in self._asleep:
                 return
             await asyncio.sleep(_SETTLE_PAUSE)
-        raise BusyError("KV blocks of this host are still in use, so its memory does not sleep yet")
+        # The worker goes on with its blocks after this error, so the memory must not be given back later.
+        self._asleep.discard(session)
+        raise BusyError("KV blocks of this host are still in use, so its memory cannot sleep now")
 
     def settle(self) -> bool:
         """Let the memory sleep if all workers do. Return False if blocks in use prevent this now."""

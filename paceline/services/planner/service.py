@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from redis.asyncio import Redis
@@ -24,7 +24,7 @@ from paceline.core.planner.reports import Report, Role
 from paceline.proto.fleet_pb2 import Decided, PlanReport
 from paceline.services.common.member_signatures import MemberSignatures
 from paceline.services.common.pins import Pins
-from paceline.services.common.registry import read_ages, read_members
+from paceline.services.common.registry import Member, read_ages, read_members
 from paceline.services.common.seals import Seal
 from paceline.services.planner.asked import Asked
 from paceline.services.planner.lease import LeaderLease
@@ -109,7 +109,7 @@ class PlannerService:
         self._roles: tuple[Role, ...] = ()
         """Roles that the platform could scale when its state was last read."""
         self._sleeps = False
-        """Whether a worker slept when the members were last read. The fleet stays as it is then."""
+        """Whether a worker of the model slept when the members were last read. The fleet stays as it is then."""
         self._told: set[Role] = set()
         """Roles whose sharing of cores was logged already."""
         self._trouble = ""
@@ -161,7 +161,7 @@ class PlannerService:
     async def _look(self, now: float) -> None:
         """Read the members and renew the lease. Raises RedisError."""
         members = await read_members(self._client, self._cluster, self._signatures)
-        self._sleeps = any(member.state == "sleeping" for member in members)
+        self._sleeps = _sleeps(members)
         ages = await read_ages(self._client, self._cluster, members)
         self._builder.observe(now, map(Seen, members, ages))
         self.metrics.leads = await self._lease.renew()
@@ -278,6 +278,13 @@ class PlannerService:
             else:
                 log.info("%s answers again", self._trouble)
         self._trouble = what
+
+
+def _sleeps(members: Sequence[Member]) -> bool:
+    """Return whether a worker of the gateways' model sleeps, or any worker if there are no gateways."""
+    models = {member.model for member in members if member.role == "gateway"}
+    sleeping = {member.model for member in members if member.state == "sleeping"}
+    return bool(sleeping & models if models else sleeping)
 
 
 def _after(action: Action, before: Mapping[Role, int]) -> dict[Role, int]:

@@ -13,7 +13,7 @@ from paceline.core.metrics import Sample
 from paceline.engine.compute_thread import STEP_SECONDS
 from paceline.models.pooling.model import PoolingModel, TextRow
 from paceline.proto import common_pb2, worker_pb2
-from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, Sleep, WorkReport
 from paceline.services.common.pool_wire import wish_from_pb
 from paceline.services.common.wire import load_to_pb
 from paceline.services.pool.pool_calls import PoolCall, StepPlanner
@@ -103,7 +103,7 @@ class PoolWorker:
 
     # ---- sleep, see `Sleeping`
 
-    def check_sleep(self) -> None:
+    def check_sleep(self, wish: Sleep) -> None:
         """Return, because every pool worker can drop its model and load it again."""
 
     async def sleep_weights(self, level: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.config import KV_TOKENS
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.kv_layout import KVLayout
 from paceline.core.machine import available_memory
 from paceline.core.options import parse_bytes
@@ -52,6 +52,14 @@ class KVMemory:
         if self.copies is None:
             return ArenaPool()
         return DevicePool(self.layout, self.slots, self.shared.directory if self.shared else None)
+
+    def check_sleep(self) -> None:
+        """Raise InvalidRequestError if the blocks are on a device that needs the arena's memory as long as it lives."""
+        if self.pool.device.type != "cpu":
+            raise InvalidRequestError(
+                f"this worker's KV blocks are on the device {self.pool.device}, for whose copies the arena's memory is "
+                "pinned, so it cannot give this memory back; only workers on a CPU sleep"
+            )
 
     def give_back(self) -> None:
         """Give the memory of the worker's own pool back to the system. It must have no blocks."""

@@ -159,12 +159,13 @@ class KVSession:
         Raises BusyError if blocks of the host stay in use, or if there is too little memory now, and UnavailableError
         if kvtransfer does not answer.
         """
-        self._asleep = asleep  # at once, for a service that is restarted meanwhile
+        before, self._asleep = self._asleep, asleep  # at once, for a service that is restarted meanwhile
         request = pb.SetAsleepRequest(session=self.id, asleep=asleep)
         call = self.stub.SetAsleep(request, timeout=SLEEP_SECONDS, wait_for_ready=True)
         try:
             await heeding_cancellation(call)
         except grpc.aio.AioRpcError as error:
+            self._asleep = before
             raise unmapped_error(error, f"kvtransfer at {self.address}") from error
 
     # ---- begin

@@ -17,6 +17,7 @@ ResetContext = grpc.aio.ServicerContext[worker_pb2.ResetPoolRequest, worker_pb2.
 StepsContext = grpc.aio.ServicerContext[worker_pb2.StepsRequest, worker_pb2.StepsReply]
 AdapterContext = grpc.aio.ServicerContext[worker_pb2.CheckAdapterRequest, common_pb2.Adapter]
 RoleContext = grpc.aio.ServicerContext[worker_pb2.SetRoleRequest, worker_pb2.SetRoleReply]
+CheckContext = grpc.aio.ServicerContext[Sleep, worker_pb2.CheckSleepReply]
 SleepContext = grpc.aio.ServicerContext[Sleep, worker_pb2.SetSleepReply]
 
 
@@ -25,6 +26,11 @@ class SleepService(worker_pb2_grpc.MaintenanceServicer):
 
     def __init__(self, sleep: WorkerSleep) -> None:
         self._sleep = sleep
+
+    async def CheckSleep(self, request: Sleep, context: CheckContext) -> worker_pb2.CheckSleepReply:
+        async with mapped_errors(context):
+            self._sleep.check(request)
+        return worker_pb2.CheckSleepReply()
 
     async def SetSleep(self, request: Sleep, context: SleepContext) -> worker_pb2.SetSleepReply:
         async with mapped_errors(context):

@@ -24,7 +24,7 @@ from paceline.engine.step import Event
 from paceline.models.files.weight_maps import WeightMaps
 from paceline.models.pooling.pooler import Pooler
 from paceline.proto import common_pb2 as pb
-from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, WorkReport
+from paceline.proto.fleet_pb2 import AdapterReport, LoadReport, Sleep, WorkReport
 from paceline.services.common.registry import Role
 from paceline.services.common.wire import key_from_pb, load_to_pb, work_model
 from paceline.services.worker.adapters import AdapterStore
@@ -335,8 +335,11 @@ class Worker:
 
     # ---- sleep, see `Sleeping`
 
-    def check_sleep(self) -> None:
-        check_maps(self._weight_maps)
+    def check_sleep(self, wish: Sleep) -> None:
+        if wish.weights:
+            check_maps(self._weight_maps)
+        if wish.kv_cache:
+            self.memory.check_sleep()
 
     async def sleep_weights(self, level: int) -> None:
         self.adapters.forget_unused()

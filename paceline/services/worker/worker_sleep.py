@@ -34,8 +34,8 @@ class Sleeping(Protocol):
 
     admission: WorkerAdmission
 
-    def check_sleep(self) -> None:
-        """Raise InvalidRequestError if the worker cannot give the memory of its weights back."""
+    def check_sleep(self, wish: Sleep) -> None:
+        """Raise InvalidRequestError if the worker cannot give the parts of its memory back that shall sleep."""
 
     async def sleep_weights(self, level: int) -> None:
         """Give the memory of the weights back.
@@ -48,7 +48,10 @@ class Sleeping(Protocol):
         """Bring the weights back into memory. Raises PacelineError if this fails."""
 
     async def sleep_blocks(self) -> None:
-        """Forget cached blocks, and give the memory of KV blocks back. Raises PacelineError if this fails."""
+        """Forget cached blocks, and give the memory of KV blocks back.
+
+        Raises PacelineError if this fails. A part of the memory may be given back then, until `wake_blocks`.
+        """
 
     async def wake_blocks(self) -> None:
         """Allocate the memory of KV blocks again. Raises BusyError if there is too little memory now."""
@@ -101,6 +104,12 @@ class WorkerSleep:
         self._wanted = Sleep()
         self._task: asyncio.Task[None] | None = None
 
+    def check(self, wish: Sleep) -> None:
+        """Raise InvalidRequestError if the wish is not valid, or if the worker cannot sleep so."""
+        if wish.weights not in LEVELS or wish.mode not in ("", *MODES):
+            raise InvalidRequestError(f"level {wish.weights} with mode {wish.mode!r} is no sleep that workers know")
+        self._worker.check_sleep(wish)
+
     async def set(self, wish: Sleep) -> None:
         """Sleep or wake as it is wanted. Return when this is done, or when a newer wish has replaced this one.
 
@@ -112,12 +121,9 @@ class WorkerSleep:
             DrainingError: the worker ends, or is about to get another role.
             PacelineError: memory could not be given back, or could not be had again.
         """
-        if wish.weights not in LEVELS or wish.mode not in ("", *MODES):
-            raise InvalidRequestError(f"level {wish.weights} with mode {wish.mode!r} is no sleep that workers know")
         has_failed = self._task is not None and self._task.done() and self._task.exception() is not None
         if wish.changed > self._wanted.changed or (wish.changed == self._wanted.changed and has_failed):
-            if wish.weights:
-                self._worker.check_sleep()
+            self.check(wish)
             self._wanted = wish
             self._task = asyncio.create_task(self._follow(wish, self._task), name="sleep")
         if self._task is not None:
@@ -143,7 +149,6 @@ class WorkerSleep:
                 if not await self._is_idle(wish):
                     return  # the newer wish decides what follows
             await self._change_memory(wish)
-            self.state = wish
         finally:
             if self._wanted is wish:
                 admission.asleep = bool(self.state.weights or self.state.kv_cache)
@@ -170,10 +175,22 @@ class WorkerSleep:
             raise BusyError("the worker's requests do not end, so it cannot sleep")
 
     async def _change_memory(self, wish: Sleep) -> None:
-        """Give memory back and take it again, until it is as wanted. Keeps count of each part, because any may fail."""
-        worker = self._worker
+        """Give memory back and take it again, until it is as wanted."""
+        reached = self.state
         # Without the instant of a wish, because nobody has wished for what is between two wishes.
-        self.state = state = Sleep(weights=self.state.weights, kv_cache=self.state.kv_cache)
+        self.state = state = Sleep(weights=reached.weights, kv_cache=reached.kv_cache, by_itself=reached.by_itself)
+        try:
+            await self._change_parts(state, wish)
+        except Exception:
+            # It stays so until it is told again. A gateway that starts meanwhile and knows no newer wish leaves it so,
+            # and knows whether a request wakes it.
+            state.changed = reached.changed
+            raise
+        self.state = wish
+
+    async def _change_parts(self, state: Sleep, wish: Sleep) -> None:
+        """Bring the parts of `state` to those of `wish` one by one. Keep count in `state`, because any may fail."""
+        worker = self._worker
         if state.kv_cache and not wish.kv_cache:
             await worker.wake_blocks()
             state.kv_cache = False
@@ -181,8 +198,13 @@ class WorkerSleep:
             await worker.wake_weights()
             state.weights = 0
         if wish.kv_cache and not state.kv_cache:
-            await worker.sleep_blocks()
-            state.kv_cache = True
+            state.kv_cache = True  # for as long as a part of the memory may be missing
+            try:
+                await worker.sleep_blocks()
+            except Exception:
+                await worker.wake_blocks()
+                state.kv_cache = False
+                raise
         if wish.weights > state.weights:
             await worker.sleep_weights(wish.weights)
             state.weights = wish.weights

@@ -7,10 +7,12 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
-from paceline.core.errors import InvalidRequestError
+from paceline.core.errors import InvalidRequestError, ModelError
+from paceline.models.files import weight_maps
 from paceline.models.files.weight_maps import WeightMaps
 
 SIZE = 8 << 20
@@ -82,6 +84,32 @@ def test_a_map_with_a_written_page_stays(tmp_path: Path, weights: mmap.mmap, map
         copy[0] = 7
         assert maps.give_back(from_cache=False) == SIZE  # only the other one
         assert copy[0] == 7
+
+
+def test_a_map_with_a_written_page_in_the_swap_stays(
+    weights: mmap.mmap, maps: WeightMaps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = f"""10000-12000 r--p 00000000 00:01 1 {tmp_path}/packed/0
+Anonymous:             0 kB
+Swap:                  4 kB
+20000-22000 r--p 00000000 00:01 2 {tmp_path}/packed/1
+Anonymous:             0 kB
+Swap:                  0 kB
+"""
+    (tmp_path / "smaps").write_text(listed)
+
+    def open_list(path: str, **options: Any) -> IO[str]:
+        return (tmp_path / "smaps" if path == "/proc/self/smaps" else Path(path)).open(**options)
+
+    monkeypatch.setattr(weight_maps, "open", open_list, raising=False)
+    assert [each.file for each in maps._maps()] == [f"{tmp_path}/packed/1"]
+
+
+def test_weights_that_cannot_be_read_back_are_an_error(tmp_path: Path, weights: mmap.mmap, maps: WeightMaps) -> None:
+    maps.give_back(from_cache=False)
+    os.truncate(tmp_path / "packed" / "0", 0)
+    with pytest.raises(ModelError, match=r"packed/0 cannot be read back into memory \(.+\)"):
+        maps.take_back()
 
 
 def test_weights_of_the_workers_own_are_refused(tmp_path: Path, maps: WeightMaps) -> None:

@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.proto.fleet_pb2 import Sleep
 from tests.services.gateway.conftest import Reader, Stack, StartStack, eventually
-from tests.services.gateway.toy_workers import TEXT
+from tests.services.gateway.toy_workers import TEXT, ToyWorker
 
 pytestmark = pytest.mark.slow
 
@@ -96,8 +97,23 @@ async def test_a_wish_that_makes_no_sense_changes_nothing(stack: Stack, path: st
     assert not stack.workers["decode-0"].wishes
 
 
-async def test_if_a_worker_cannot_sleep_all_stay_awake(stack: Stack) -> None:
+async def test_if_a_worker_cannot_sleep_all_stay_awake_and_no_request_ends(stack: Stack) -> None:
     stack.workers["prefill-0"].sleep_refusal = InvalidRequestError("weights in memory of its own")
+    stack.pause_decode(after=2)
+    reader = Reader(stack, max_tokens=6)
+    await eventually(lambda: len(reader.text) >= 2)
+    answer = await stack.http.post("/sleep?mode=abort")
+    assert answer.status_code == 400
+    assert "memory of its own" in answer.text
+    assert not await is_sleeping(stack)
+    stack.workers["decode-0"].resume.set()
+    assert await reader.task == TEXT[:6]
+    assert not stack.workers["decode-0"].wishes
+
+
+async def test_if_a_worker_refuses_although_it_said_otherwise_all_wake(stack: Stack) -> None:
+    worker = stack.workers["prefill-0"]
+    worker.late_refusal = InvalidRequestError("weights in memory of its own")
     answer = await stack.http.post("/sleep")
     assert answer.status_code == 400
     assert "memory of its own" in answer.text
@@ -113,6 +129,36 @@ async def test_a_worker_that_fails_is_told_again(stack: Stack) -> None:
     assert "something is wrong" in answer.text
     worker.sleep_refusal = None
     await eventually(lambda: worker.sleep.weights == 1)
+
+
+async def test_an_operator_whose_wish_is_replaced_by_a_newer_one_learns_it(stack: Stack) -> None:
+    stack.pause_decode(after=2)
+    reader = Reader(stack, max_tokens=6)
+    await eventually(lambda: len(reader.text) >= 2)
+    slept = asyncio.create_task(stack.http.post("/sleep?mode=wait"))
+    await eventually(lambda: bool(stack.workers["decode-0"].wishes))
+    same = asyncio.create_task(stack.http.post("/sleep?mode=keep"))
+    await eventually(lambda: len(stack.workers["decode-0"].wishes) == 2)
+    assert not slept.done()  # the newer wish is for the same
+    assert (await stack.http.post("/wake_up")).status_code == 200
+    for answer in await asyncio.gather(slept, same):
+        assert answer.status_code == 409
+        assert answer.json()["error"]["code"] == "sleep_replaced"
+    stack.workers["decode-0"].resume.set()
+    assert await reader.task == TEXT[:6]
+
+
+async def test_a_sleeping_worker_of_another_model_does_not_put_this_one_to_sleep(stack: Stack) -> None:
+    stranger = stack.workers["stranger"] = ToyWorker("decode", "stranger", model="another", state="sleeping")
+    stranger.sleep = Sleep(weights=1, kv_cache=True, changed=1 << 62)
+    await stranger.start(stack.redis_url, stack.cluster)
+
+    async def is_seen() -> bool:
+        return "stranger" in await states(stack)
+
+    await eventually(is_seen)
+    assert not await is_sleeping(stack)
+    assert not stack.workers["decode-0"].wishes
 
 
 async def test_a_restarted_worker_of_a_sleeping_model_is_put_to_sleep(stack: Stack) -> None:
@@ -140,6 +186,12 @@ async def test_a_request_waits_until_an_operator_wakes_the_model(stack: Stack) -
     assert (await sent).status_code == 200
 
 
+async def test_waking_a_part_of_the_memory_aborts_no_request_that_waits(stack: Stack) -> None:
+    await stack.http.post("/sleep?mode=abort")
+    assert (await stack.http.post("/wake_up?tags=weights")).status_code == 200
+    assert [wish.mode for wish in stack.workers["decode-0"].wishes] == ["abort", "wait"]
+
+
 async def test_a_request_that_has_waited_long_enough_is_told_to_come_back(start_stack: StartStack) -> None:
     stack = await start_stack(queue_seconds=0.5)
     await stack.http.post("/sleep")
@@ -157,6 +209,15 @@ async def test_an_idle_model_sleeps_by_itself_and_the_next_request_wakes_it(star
         assert (await complete(gateway)).json()["choices"][0]["text"] == TEXT[:4]
         assert not await is_sleeping(gateway)
     assert (await stack.http.get("/health")).status_code == 200
+
+
+async def test_an_operators_sleep_of_a_model_that_sleeps_by_itself_outlives_the_gateways(
+    start_stack: StartStack,
+) -> None:
+    stack = await start_stack(sleep_after=0.5)
+    await eventually(sleeping(stack))
+    assert (await stack.http.post("/sleep?mode=wait")).status_code == 200
+    assert not any(worker.sleep.by_itself for worker in stack.workers.values())
 
 
 async def test_a_model_that_another_gateway_uses_stays_awake(start_stack: StartStack) -> None:

@@ -97,6 +97,8 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
         self.wishes: list[Sleep] = []
         """Wishes for its sleep that the worker was told."""
         self.sleep_refusal: PacelineError | None = None
+        self.late_refusal: PacelineError | None = None
+        """The error of a worker that says it can sleep, and cannot."""
         self.expectations = []
         self.pretends_to_cache = []  # a request finds 16 cached tokens, whatever this list says
         self.samples = _worker_samples() if role != "kvtransfer" else _host_samples()
@@ -140,8 +142,8 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
     async def set_sleep(self, wish: Sleep) -> None:
         """Sleep when no request runs, or wake."""
         self.wishes.append(wish)
-        if self.sleep_refusal is not None:
-            raise self.sleep_refusal
+        if (refusal := self.sleep_refusal or self.late_refusal) is not None:
+            raise refusal
         is_sleep = bool(wish.weights or wish.kv_cache)
         if is_sleep:
             self.refusal = BusyError("this worker sleeps")
@@ -211,6 +213,14 @@ class ToyWorker(ToyCalls, ToyKVTransfer):
 class _ToyMaintenance(worker_pb2_grpc.MaintenanceServicer):
     def __init__(self, worker: ToyWorker) -> None:
         self._worker = worker
+
+    async def CheckSleep(  # type: ignore[override]
+        self, request: Sleep, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.CheckSleepReply:
+        async with mapped_errors(context):
+            if isinstance(self._worker.sleep_refusal, InvalidRequestError):
+                raise self._worker.sleep_refusal
+        return worker_pb2.CheckSleepReply()
 
     async def SetSleep(  # type: ignore[override]
         self, request: Sleep, context: grpc.aio.ServicerContext

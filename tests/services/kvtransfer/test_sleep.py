@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.errors import BusyError
 from paceline.core.turns import PAGE_BYTES
+from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.shared_memory import map_arena
+from paceline.services.kvtransfer.ledger.lease import TRANSFER
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, Worker, key, layout, release, reserve, seal
+from tests.services.kvtransfer.kv_toolkit import chain
 
 SIZE = SLOTS * SLOT
 
@@ -71,6 +75,33 @@ async def test_blocks_in_use_keep_their_memory_until_they_are_released(host: Hos
     assert is_asleep(host)
 
 
+async def test_a_worker_that_cannot_sleep_keeps_its_blocks(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.services.kvtransfer.sessions._SETTLE_SECONDS", 0.2)
+    worker = await host.attach()
+    await worker.do(reserve(key("r"), "a"))
+    with pytest.raises(Exception, match="cannot sleep now"):
+        await set_asleep(host, worker, True)
+    await worker.do(release(key("r")))
+    assert host.service.sessions.settle()  # as the keeper does, some moments later
+    assert not is_asleep(host)
+    assert allocated(worker) >= SIZE
+
+
+async def test_memory_is_not_allocated_anew_under_blocks(host: Host) -> None:
+    worker = await host.attach()
+    await worker.do(reserve(key("cached"), "a"))
+    await worker.do(seal(key("cached"), "a"))
+    await worker.do(release(key("cached")))
+    await worker.do(reserve(key("r"), "bc"))
+    assert host.service.sessions.memory is not None
+    host.service.sessions.memory.ledger.asleep = True  # as after a kill while an earlier service allocated it
+    with pytest.raises(Exception, match="2 KV blocks of this host are in use"):
+        await set_asleep(host, worker, False)
+    await worker.do(release(key("r")))
+    await set_asleep(host, worker, False)
+    assert await host.counts() == (SLOTS, 0, 0, 0)
+
+
 async def test_a_worker_that_joins_finds_the_memory_awake(host: Host) -> None:
     worker = await host.attach()
     await set_asleep(host, worker, True)
@@ -90,6 +121,17 @@ async def test_no_other_host_reads_or_writes_in_a_sleeping_arena(host: Host) -> 
     copy = pb.CopyPrefixesRequest(source="nobody", fingerprint="model-a")
     with pytest.raises(Exception, match="all workers of this host sleep"):
         await host.stub.CopyPrefixes(copy, timeout=20)
+
+
+async def test_nothing_reserves_blocks_of_a_sleeping_arena(host: Host) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    assert host.service.sessions.memory is not None
+    ledger, names = host.service.sessions.memory.ledger, chain("a")
+    with pytest.raises(BusyError, match="all workers of this host sleep"):  # as a copy that began before
+        ledger.reserve(TRANSFER, Key("copy", 1, 1), names, 16, 16, host.now)
+    await set_asleep(host, worker, False)
+    ledger.reserve(TRANSFER, Key("copy", 1, 2), names, 16, 16, host.now)
 
 
 async def test_too_little_memory_to_wake_is_an_error_that_says_so(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -408,6 +408,21 @@ async def test_a_fleet_stays_as_it_is_while_a_worker_sleeps(bench: Bench) -> Non
     assert bench.platform.decode == 0
 
 
+async def test_a_sleeping_worker_of_another_model_holds_nothing(bench: Bench) -> None:
+    service, wishes = bench.planner()
+    gateway = Member("gateway", "gateway", 1, "", "", model="own")
+    sleeper = Member("decode-0", "decode", 1, "", "", state="sleeping", model="another")
+    for member in (gateway, sleeper):
+        await write_member(bench.client, bench.cluster, member, UNSIGNED)
+    wishes.next = [0]
+    await bench.tick(service)
+    assert bench.platform.decode == 0
+    await write_member(bench.client, bench.cluster, replace(sleeper, model="own"), UNSIGNED)
+    wishes.next = [3]
+    await bench.tick(service)
+    assert bench.platform.decode == 0
+
+
 async def test_a_request_that_waits_without_any_worker_is_answered_at_the_next_look(bench: Bench) -> None:
     bench.platform.decode = 0
     service, wishes = bench.planner()

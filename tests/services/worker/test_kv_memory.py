@@ -7,7 +7,7 @@ import torch
 
 from paceline.core.block_counts import Counts
 from paceline.core.config import KV_TOKENS
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, InvalidRequestError
 from paceline.core.kv_layout import GroupShape, make_layout
 from paceline.engine.compute_pool import ArenaPool
 from paceline.engine.device_pool import DevicePool
@@ -52,6 +52,12 @@ def test_blocks_go_down_into_the_arena_and_come_back(tmp_path: Path) -> None:
     assert torch.equal(memory.pool[ELEMENTS:], below[3 * ELEMENTS : 4 * ELEMENTS])
     memory.copies.store([1], [0]).wait()
     assert torch.equal(below[:ELEMENTS], below[3 * ELEMENTS : 4 * ELEMENTS])
+
+
+def test_only_memory_of_a_cpu_sleeps() -> None:
+    KVMemory(LAYOUT, arena(1)).check_sleep()
+    with pytest.raises(InvalidRequestError, match=r"device meta.*only workers on a CPU sleep"):
+        KVMemory(LAYOUT, arena(1).to("meta")).check_sleep()
 
 
 def test_a_pool_for_which_there_is_no_memory_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ class ToyWorker:
         self.done: list[str] = []
         self.refusal: InvalidRequestError | None = None
         self.failure: Exception | None = None
+        self.fails_at = ""
+        """The one thing that fails; empty if everything does."""
         self.told: list[str] = []
         self.role = WorkerRole("decode", 20.0, self._tell)
         self.sleep = WorkerSleep(self, self.role)
@@ -29,14 +31,14 @@ class ToyWorker:
     async def _tell(self, ready: bool) -> None:
         self.told.append(self.admission.state)
 
-    def check_sleep(self) -> None:
-        if self.refusal is not None:
+    def check_sleep(self, wish: Sleep) -> None:
+        if self.refusal is not None and (wish.weights or wish.kv_cache):
             raise self.refusal
 
     async def _do(self, what: str) -> None:
         assert not self.admission.active
         await asyncio.sleep(0)
-        if self.failure is not None:
+        if self.failure is not None and self.fails_at in ("", what):
             raise self.failure
         self.done.append(what)
 
@@ -145,8 +147,9 @@ async def test_a_deeper_sleep_needs_no_waking(worker: ToyWorker) -> None:
 
 async def test_a_worker_that_cannot_sleep_goes_on(worker: ToyWorker) -> None:
     worker.refusal = InvalidRequestError("it has its own weights")
-    with pytest.raises(InvalidRequestError):
-        await worker.sleep.set(ASLEEP)
+    for wish in (ASLEEP, Sleep(kv_cache=True, changed=2)):
+        with pytest.raises(InvalidRequestError):
+            await worker.sleep.set(wish)
     async with worker.admission.admit():
         pass
 
@@ -160,6 +163,44 @@ async def test_a_wish_that_failed_may_be_repeated(worker: ToyWorker) -> None:
     worker.failure = None
     await worker.sleep.set(AWAKE)
     assert worker.admission.state == "ready"
+
+
+async def test_a_worker_that_failed_tells_when_its_sleep_was_wanted_and_by_whom(worker: ToyWorker) -> None:
+    await worker.sleep.set(Sleep(weights=1, kv_cache=True, by_itself=True, changed=1))
+    worker.failure, worker.fails_at = BusyError("too little memory"), "weights"
+    for _ in range(2):
+        with pytest.raises(BusyError):
+            await worker.sleep.set(AWAKE)
+        assert worker.sleep.state == Sleep(weights=1, by_itself=True, changed=1)
+
+
+async def test_an_operator_takes_over_a_sleep_that_a_request_would_end(worker: ToyWorker) -> None:
+    await worker.sleep.set(Sleep(weights=1, kv_cache=True, by_itself=True, changed=1))
+    wish = Sleep(weights=1, kv_cache=True, changed=2)
+    await worker.sleep.set(wish)
+    assert worker.sleep.state == wish
+    assert worker.done == ["no blocks", "weights 1"]
+
+
+async def test_a_worker_whose_blocks_cannot_sleep_has_all_of_them_again(worker: ToyWorker) -> None:
+    worker.failure, worker.fails_at = BusyError("blocks are in use"), "no blocks"
+    with pytest.raises(BusyError):
+        await worker.sleep.set(ASLEEP)
+    assert worker.done == ["blocks"]
+    assert worker.admission.state == "ready"
+    worker.failure = None
+    await worker.sleep.set(ASLEEP)
+    assert worker.done[1:] == ["no blocks", "weights 1"]
+
+
+async def test_a_worker_whose_blocks_are_gone_takes_no_requests(worker: ToyWorker) -> None:
+    worker.failure = BusyError("too little memory")
+    with pytest.raises(BusyError):
+        await worker.sleep.set(ASLEEP)
+    assert worker.admission.state == "sleeping"
+    worker.failure = None
+    await worker.sleep.set(AWAKE)
+    assert worker.done == ["blocks"]
 
 
 async def test_a_draining_worker_does_not_fall_asleep(worker: ToyWorker) -> None:

@@ -14,8 +14,8 @@ def is_sleep(wish: Sleep) -> bool:
 
 
 def agree(state: Sleep, wish: Sleep) -> bool:
-    """Return whether the same parts sleep equally deep in both."""
-    return (state.weights, state.kv_cache) == (wish.weights, wish.kv_cache)
+    """Return whether the same parts sleep equally deep in both, and are woken by the same: a request or an operator."""
+    return (state.weights, state.kv_cache, state.by_itself) == (wish.weights, wish.kv_cache, wish.by_itself)
 
 
 class SleepBook:
@@ -39,8 +39,11 @@ class SleepBook:
         return self.wish
 
     def merge(self, wishes: Iterable[Sleep]) -> bool:
-        """Take the newest of some wishes, if it is newer than the one that is known. Return whether it is."""
-        newest = max(wishes, key=_order, default=self.wish)
+        """Take the newest of some wishes, if it is newer than the one that is known. Return whether it is.
+
+        What has no instant is no wish: it is the state of a worker between two sleeps.
+        """
+        newest = max((wish for wish in wishes if wish.changed), key=_order, default=self.wish)
         if _order(newest) <= _order(self.wish):
             return False
         self.wish = newest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
@@ -23,9 +23,14 @@ _ORDER: tuple[tuple[Role, ...], ...] = (("decode",), ("prefill", "standby", "poo
 """The order in which workers fall asleep. A running request is on a decode worker from its beginning to its end, and
 may need workers of the later roles until then.
 """
-_ROLES = frozenset(role for roles in _ORDER for role in roles)
+_CHECK_SECONDS = 5.0
+"""Longest wait until a worker has said whether it can sleep, in seconds. A worker that is silent is told anyway."""
 
 log = logging.getLogger(__name__)
+
+
+class ReplacedSleepError(PacelineError):
+    """A newer wish for the sleep of the same model came before all workers had fulfilled this one."""
 
 
 class SleepKeeper:
@@ -78,27 +83,30 @@ class SleepKeeper:
     async def want(self, weights: int, kv_cache: bool, mode: str = "") -> None:
         """Let all workers sleep or wake, and wait until they have. The mode of a sleep is that of `Sleep`.
 
-        If a newer wish comes meanwhile, return at once.
-
         Raises:
-            InvalidRequestError: a worker cannot sleep. All workers wake again.
+            ReplacedSleepError: a newer wish came meanwhile, so that this one does not count any more.
+            InvalidRequestError: a worker cannot sleep, so nothing happens. If it has come just now, all workers wake
+                again.
             UnavailableError: a worker cannot do it now. The gateways go on trying.
         """
+        if weights or kv_cache:
+            await self._check(Sleep(weights=weights, kv_cache=kv_cache, mode=mode))
         wish = self._want(weights, kv_cache, mode)
-        while self.book.wish is wish and (self._is_telling or not self._is_reached(wish)):
-            if self._refusal is not None and self._told is wish:
+        while agree(newest := self.book.wish, wish) and (self._is_telling or not self._is_reached(newest)):
+            if self._refusal is not None and self._told is newest:
                 refusal = self._refusal
                 if isinstance(refusal, InvalidRequestError):
                     self._want(0, kv_cache=False)
                     raise refusal
                 raise UnavailableError(f"not all workers have done it yet, and the gateway goes on trying: {refusal}")
-            self._fleet.hurry()
             await self._fleet.refreshed()
+        if not agree(self.book.wish, wish):
+            raise ReplacedSleepError("somebody else has let the model sleep or wake meanwhile; see GET /is_sleeping")
 
     def follow_fleet(self) -> None:
         """Act on what other members say and on the time without requests. Call this after each refresh of the fleet."""
-        members = [worker.member for worker in self._fleet.workers()]
-        if self.book.merge([member.sleep for member in (*self._fleet.gateways, *members)]):
+        members = [*self._fleet.gateways, *(worker.member for worker in self._fleet.workers())]
+        if self.book.merge(member.sleep for member in members if member.model == self._fleet.model):
             self._note_wish()
         self._note_use()
         self.wake_if_used()
@@ -156,6 +164,15 @@ class SleepKeeper:
     def _is_reached(self, wish: Sleep) -> bool:
         return all(agree(worker.member.sleep, wish) for roles in _ORDER for worker in self._workers(roles))
 
+    async def _check(self, wish: Sleep) -> None:
+        """Ask the workers whether they can sleep, before requests end for it. Raises InvalidRequestError."""
+        workers = [worker for roles in _ORDER for worker in self._workers(roles)]
+        answers = await asyncio.gather(*(_check_sleep(worker, wish) for worker in workers), return_exceptions=True)
+        for answer in answers:
+            # Any other error may pass, or the worker's member ends.
+            if isinstance(answer, InvalidRequestError):
+                raise answer
+
     def _tell_workers(self) -> None:
         """Begin to tell workers the newest wish, if some have not fulfilled it and none is being told."""
         wish = self.book.wish
@@ -170,17 +187,20 @@ class SleepKeeper:
 
     async def _tell(self, wish: Sleep) -> None:
         groups = _ORDER if is_sleep(wish) else (tuple(role for roles in _ORDER for role in roles),)
+        refusal: PacelineError | None = None
         for roles in groups:
             behind = [worker for worker in self._workers(roles) if not agree(worker.member.sleep, wish)]
             outcomes = await asyncio.gather(*(_set_sleep(worker, wish) for worker in behind), return_exceptions=True)
             refusals = [outcome for outcome in outcomes if isinstance(outcome, PacelineError)]
-            # A refusal that would come again counts more than one that may pass.
-            refusal = next((each for each in refusals if isinstance(each, InvalidRequestError)), None)
             if refusals:
-                self._note_refusal(wish, refusal or refusals[0])
-                return
-        self._refusal = None
-        self._fleet.hurry()
+                # A refusal that would come again counts more than one that may pass.
+                refusal = next((each for each in refusals if isinstance(each, InvalidRequestError)), refusals[0])
+                break
+        self._fleet.hurry()  # whoever waits for the workers need not wait for the next regular look at them
+        if refusal is None:
+            self._refusal = None
+        else:
+            self._note_refusal(wish, refusal)
 
     def _note_refusal(self, wish: Sleep, refusal: PacelineError) -> None:
         if self._refusal is None:
@@ -191,11 +211,20 @@ class SleepKeeper:
             self._want(0, kv_cache=False)
 
 
+async def _check_sleep(worker: RemoteWorker, wish: Sleep) -> None:
+    """Raise PacelineError if a worker cannot sleep so, or does not answer."""
+    await _ask(worker, worker_pb2_grpc.MaintenanceStub(worker.channel).CheckSleep(wish, timeout=_CHECK_SECONDS))
+
+
 async def _set_sleep(worker: RemoteWorker, wish: Sleep) -> None:
     """Tell one worker, and wait until it has done it, or its member ends. Raises PacelineError if it cannot."""
-    stub = worker_pb2_grpc.MaintenanceStub(worker.channel)
+    await _ask(worker, worker_pb2_grpc.MaintenanceStub(worker.channel).SetSleep(wish))
+
+
+async def _ask(worker: RemoteWorker, call: Awaitable[object]) -> None:
+    """Wait for a worker's answer, or until its member ends. Raises PacelineError."""
     try:
-        await heeding_cancellation(stub.SetSleep(wish))
+        await heeding_cancellation(call)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             raise InvalidRequestError(f"{worker} is of a release that cannot sleep") from error

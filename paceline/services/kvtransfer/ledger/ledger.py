@@ -52,6 +52,8 @@ class Ledger:
     def __init__(self, layout: KVLayout, slots: int, lease_seconds: float, policy: CachePolicy | None = None) -> None:
         self.lookups = {False: Lookups(), True: Lookups()}
         """Lookups by workers' reservations: under False lookups of KV, under True lookups of encodings."""
+        self.asleep = False
+        """Whether the arena has no memory, so that no block may be reserved."""
         self._layout = layout
         self._lease_seconds = lease_seconds
         self._pool = BlockPool(slots, len(layout.all_groups), policy)
@@ -102,6 +104,8 @@ class Ledger:
         reused = held_slots(tables)
         missing = block_tables.missing_blocks(layout, tables, token_count)
         try:
+            if self.asleep:
+                raise BusyError("all workers of this host sleep, so it has no KV blocks")
             block_tables.check_available(self._pool, sum(missing), reused)
         except BusyError:
             self._book.forbid(key)

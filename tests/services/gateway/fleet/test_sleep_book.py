@@ -38,3 +38,14 @@ def test_a_sleep_that_is_half_done_is_not_the_same() -> None:
     assert agree(Sleep(weights=1, kv_cache=True, changed=3), wish)
     for other in (Sleep(weights=1), Sleep(kv_cache=True), Sleep(weights=2, kv_cache=True), Sleep()):
         assert not agree(other, wish)
+
+
+def test_a_sleep_that_a_request_ends_is_not_the_same_as_one_of_an_operator() -> None:
+    asleep = Sleep(weights=1, kv_cache=True, by_itself=True)
+    assert not agree(asleep, Sleep(weights=1, kv_cache=True))
+
+
+def test_the_state_of_a_worker_between_two_sleeps_is_no_wish() -> None:
+    book = SleepBook()
+    assert not book.merge([Sleep(weights=1), Sleep()])
+    assert book.wish == Sleep()

@@ -12,7 +12,9 @@ from pydantic import Field
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.api_schema import answers
 from paceline.services.gateway.api.operators.bodies import SleepState
+from paceline.services.gateway.fleet.sleep_keeper import ReplacedSleepError, SleepKeeper
 from paceline.services.gateway.gateway import Gateway
+from paceline.services.gateway.http.errors import ApiError
 from paceline.services.gateway.planning.request_body import Body
 
 Mode = Literal["abort", "wait", "keep"]
@@ -59,7 +61,7 @@ class SleepApi:
                 and the workers sleep after that. keep: they go on after the sleep.
             model: the model; a gateway with one model needs no name.
         """
-        await self._gateway.find(model).sleep.want(level, kv_cache=True, mode=mode)
+        await _want(self._gateway.find(model).sleep, level, kv_cache=True, mode=mode)
         return Response()
 
     async def wake_up(
@@ -76,7 +78,7 @@ class SleepApi:
         """Give parts of the memory back, as level 1 of /sleep does, when running requests have ended."""
         sleep, parts = self._gateway.find(body.model).sleep, _parts(body.tags)
         weights = max(sleep.book.wish.weights, int(WEIGHTS in parts))
-        await sleep.want(weights, sleep.book.wish.kv_cache or KV_CACHE in parts, "wait")
+        await _want(sleep, weights, sleep.book.wish.kv_cache or KV_CACHE in parts, "wait")
         return Response()
 
     async def resume(self, body: MemoryRequest) -> Response:
@@ -87,7 +89,16 @@ class SleepApi:
         sleep, parts = self._gateway.find(model).sleep, _parts(tags)
         wish = sleep.book.wish
         weights = 0 if WEIGHTS in parts else wish.weights
-        await sleep.want(weights, wish.kv_cache and KV_CACHE not in parts, wish.mode)
+        # Never the mode of the sleep: the requests that wait for the model to wake must not be aborted.
+        await _want(sleep, weights, wish.kv_cache and KV_CACHE not in parts, "wait")
+
+
+async def _want(sleep: SleepKeeper, weights: int, kv_cache: bool, mode: str) -> None:
+    """Let a model sleep or wake, and wait until it has. Raises ApiError if a newer wish came, else as `want`."""
+    try:
+        await sleep.want(weights, kv_cache, mode)
+    except ReplacedSleepError as error:
+        raise ApiError(409, str(error), code="sleep_replaced") from error
 
 
 def _parts(tags: Iterable[str] | None) -> frozenset[str]:
