@@ -34,6 +34,21 @@ async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
             log.debug("%s ended with %r", task.get_name(), error)
 
 
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Return the result of work that a cancellation cannot end, such as that of a thread.
+
+    If this task is cancelled meanwhile, it ends after the work, so that it keeps the locks that the work needs.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        if not task.cancelled() and (error := task.exception()):
+            log.debug("work that was cancelled ended with %r", error)
+        raise
+
+
 class StallWatch:
     """A cheap timeout for waits that are frequent and rarely time out. Call `close` at the end.
 

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import stat
+import threading
 from pathlib import Path
 
 from paceline.core.errors import BusyError, ConfigError
@@ -27,6 +28,7 @@ class Arena:
     """The file of an arena, which exists from construction until `close`.
 
     This process keeps a lock on the file until it ends, so that others can tell whether the file is still in use.
+    `give_back` and `take_back` may run on other threads, one at a time.
 
     Args:
         folder: a tmpfs that all workers of the host can access.
@@ -39,6 +41,7 @@ class Arena:
 
     def __init__(self, folder: Path, size: int, owner: str = "") -> None:
         self.size = size
+        self._changing = threading.Lock()
         check_room(folder, size)
         self.path, self._descriptor = _create_locked(folder, _prefix(owner))
         try:
@@ -65,6 +68,10 @@ class Arena:
         """Give the memory of all blocks back to the system. Their content is lost. No worker may touch a block before
         `take_back`.
         """
+        with self._changing:
+            self._give_back()
+
+    def _give_back(self) -> None:
         try:
             give_back(self._descriptor, self.size)
         except OSError as error:
@@ -72,12 +79,13 @@ class Arena:
 
     def take_back(self) -> None:
         """Allocate the memory of all blocks again. Raises BusyError if the system has too little memory now."""
-        try:
-            check_room(self.path.parent, self.size)
-            self._allocate()
-        except (ConfigError, OSError) as error:
-            self.give_back()  # a part may have been allocated
-            raise BusyError(f"the KV memory of this host cannot wake now: {error}") from error
+        with self._changing:
+            try:
+                check_room(self.path.parent, self.size)
+                self._allocate()
+            except (ConfigError, OSError) as error:
+                self._give_back()  # a part may have been allocated
+                raise BusyError(f"the KV memory of this host cannot wake now: {error}") from error
 
     @classmethod
     def left_by(cls, folder: Path, owner: str) -> Arena | None:
@@ -87,7 +95,7 @@ class Arena:
         for path in folder.glob(f"{_prefix(owner)}*.arena"):
             if (descriptor := _lock_stale(path)) is not None:
                 arena = cls.__new__(cls)
-                arena.path, arena._descriptor = path, descriptor
+                arena.path, arena._descriptor, arena._changing = path, descriptor, threading.Lock()
                 arena.size = os.fstat(descriptor).st_size - PAGE_BYTES
                 if arena.size > 0:
                     return arena
@@ -96,10 +104,11 @@ class Arena:
 
     def close(self) -> None:
         """Remove the file. Its memory is freed when no worker maps it any more. Closing twice is no error."""
-        if self._descriptor >= 0:
-            self.path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._changing:  # a thread must not write to the file that gets this descriptor next
+            if self._descriptor >= 0:
+                self.path.unlink(missing_ok=True)
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 def remove_stale_arenas(folder: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from paceline.core.kv_layout import KVLayout
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.credentials import Credentials
 from paceline.services.common.shared_memory import map_arena
+from paceline.services.common.tasks import to_the_end
 from paceline.services.common.wire_version import OURS
 from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.ledger.adoptions import Adoptions
@@ -30,6 +32,8 @@ from paceline.services.kvtransfer.transports.grpc_transport import Channels, Grp
 from paceline.services.kvtransfer.transports.transport import ArenaMemory, Paths, Transport
 
 LONGEST_GAP_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 
 class AwakeClock:
@@ -109,6 +113,8 @@ class HostMemory:
         memory = map_arena(arena.path, arena.size)[: arena.size]
         blocks = ArenaMemory(memory, layout.slot_bytes, slots)
         self._clock = options.clock
+        self._changing = asyncio.Lock()
+        """Held while the arena's memory is given back or allocated, so that both happen in the order of the calls."""
         self.channels = Channels(options.credentials)
         """Channels to the services of other hosts."""
         self.grpc = GrpcTransport(blocks, self.channels)
@@ -141,25 +147,29 @@ class HostMemory:
             if self.disk is not None:
                 self.disk.expect(group, digest, hint)
 
-    def sleep(self) -> None:
-        """Forget all cached blocks, and give the arena's memory back to the system.
+    async def sleep(self) -> None:
+        """Forget all cached blocks, and give the arena's memory back to the system, on a thread.
 
         Blocks that the disk tier has are found there after the sleep. Raises BusyError if blocks are in use.
         """
-        self._forget_all()
-        self.ledger.asleep = True  # at first, because a transfer from another host may be about to reserve blocks
-        self.arena.give_back()
+        async with self._changing:
+            if not self.asleep:
+                self._forget_all()
+                self.ledger.asleep = True  # at first, because blocks may be reserved while the thread runs
+                await to_the_end(asyncio.to_thread(self.arena.give_back))
+                log.info("all workers sleep: %d bytes of KV memory are given back", self.arena.size)
 
-    def wake(self) -> None:
-        """Allocate the arena's memory again.
+    async def wake(self) -> None:
+        """Allocate the arena's memory again, on a thread, because this takes about 0.2 s per GiB.
 
         Raises BusyError if the system has too little memory now, or if blocks are in use, whose content this would
         change.
         """
-        if self.asleep:
-            self._forget_all()
-            self.arena.take_back()
-            self.ledger.asleep = False
+        async with self._changing:
+            if self.asleep:
+                self._forget_all()
+                await to_the_end(asyncio.to_thread(self.arena.take_back))
+                self.ledger.asleep = False
 
     def _forget_all(self) -> None:
         """Forget all cached blocks. Raises BusyError if blocks are in use."""

@@ -64,21 +64,20 @@ class Keeper:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
-                self._tick()
+                await self._tick()
                 if (memory := self._sessions.memory) is not None:
                     await memory.sweep()
             except Exception:
                 log.exception("unexpected error while keeping the ledger")
                 self.healthy = False
 
-    def _tick(self) -> None:
+    async def _tick(self) -> None:
         now = self._clock()
         self._sessions.end_reconciliation(now)
         memory = self._sessions.memory
         if memory is None:
             return
         memory.ledger.expire(now)
-        self._sessions.settle()  # for example, the last worker that was awake has ended
         overdue = memory.ledger.take_overdue()
         for key in overdue:
             log.warning(
@@ -89,3 +88,4 @@ class Keeper:
         self._unchecked = self._unchecked or busy or bool(overdue)
         if self._unchecked and (not busy or now - self._checked_at >= _CHECK_SECONDS):
             self.check_balance()
+        await self._sessions.settle()  # for example, the last worker that was awake has ended

@@ -125,13 +125,15 @@ class Sessions:
                 f"{difference(self.memory.layout, layout)}; all workers of a host must serve the same model with the "
                 "same dtype and version"
             )
+        memory = self.memory
         if request.asleep:
             self._asleep.add(session)
-        else:
-            self.memory.wake()
+        # The worker counts before the memory is awake, so that it does not sleep again at once.
         self.workers[session] = request.worker_id
+        if not request.asleep:
+            await memory.wake()
         log.info("%s worker %s attached", request.role, request.worker_id)
-        return self.memory
+        return memory
 
     async def set_asleep(self, session: int, asleep: bool) -> None:
         """Note that a worker sleeps, or is awake and needs blocks. While all workers sleep, the memory does, too.
@@ -142,28 +144,33 @@ class Sessions:
         """
         memory = self.check(session)
         if not asleep:
-            memory.wake()
+            # At first, so that the memory does not sleep again at once.
             self._asleep.discard(session)
+            try:
+                await memory.wake()
+            except BaseException:
+                if session in self.workers:
+                    self._asleep.add(session)  # the worker does not know that it has blocks
+                raise
             return
         self._asleep.add(session)
         for _ in range(round(_SETTLE_SECONDS / _SETTLE_PAUSE)):
-            if self.settle() or session not in self._asleep:
+            if await self.settle() or session not in self._asleep:
                 return
             await asyncio.sleep(_SETTLE_PAUSE)
         # The worker goes on with its blocks after this error, so the memory must not be given back later.
         self._asleep.discard(session)
         raise BusyError("KV blocks of this host are still in use, so its memory cannot sleep now")
 
-    def settle(self) -> bool:
+    async def settle(self) -> bool:
         """Let the memory sleep if all workers do. Return False if blocks in use prevent this now."""
         memory = self.memory
-        if memory is None or memory.asleep or not self.workers or not self.workers.keys() <= self._asleep:
+        if memory is None or not self.workers or not self.workers.keys() <= self._asleep:
             return True
         try:
-            memory.sleep()
+            await memory.sleep()
         except BusyError:
             return False
-        log.info("all workers sleep: %d bytes of KV memory are given back", memory.arena.size)
         return True
 
     def leave(self, session: int) -> None:

@@ -1,9 +1,10 @@
 import asyncio
+import threading
 
 import pytest
 
 from paceline.core.errors import UnavailableError
-from paceline.services.common.tasks import end_tasks
+from paceline.services.common.tasks import end_tasks, to_the_end
 
 WAIT = 30.0
 
@@ -43,3 +44,15 @@ async def test_a_task_that_failed_is_nobody_s_trouble_any_more(caplog: pytest.Lo
 
 async def test_no_task_is_no_trouble() -> None:
     await end_tasks()
+
+
+async def test_a_task_that_is_cancelled_ends_after_the_work_of_its_thread() -> None:
+    may_end = threading.Event()
+    task = asyncio.create_task(to_the_end(asyncio.to_thread(may_end.wait, WAIT)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0.1)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from paceline.core.turns import PAGE_BYTES
 from paceline.core.types import Key
 from paceline.proto import kvtransfer_pb2 as pb
 from paceline.services.common.shared_memory import map_arena
+from paceline.services.kvtransfer.arena import Arena
 from paceline.services.kvtransfer.ledger.lease import TRANSFER
 from tests.services.kvtransfer.kv_host import SLOT, SLOTS, Host, Worker, key, layout, release, reserve, seal
 from tests.services.kvtransfer.kv_toolkit import chain
@@ -82,7 +84,7 @@ async def test_a_worker_that_cannot_sleep_keeps_its_blocks(host: Host, monkeypat
     with pytest.raises(Exception, match="cannot sleep now"):
         await set_asleep(host, worker, True)
     await worker.do(release(key("r")))
-    assert host.service.sessions.settle()  # as the keeper does, some moments later
+    assert await host.service.sessions.settle()  # as the keeper does, some moments later
     assert not is_asleep(host)
     assert allocated(worker) >= SIZE
 
@@ -145,6 +147,31 @@ async def test_too_little_memory_to_wake_is_an_error_that_says_so(host: Host, mo
     assert allocated(worker) <= PAGE_BYTES
     await set_asleep(host, worker, False)
     assert not is_asleep(host)
+
+
+async def test_the_service_answers_while_memory_is_allocated(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = await host.attach()
+    await set_asleep(host, worker, True)
+    began, may_end, take_back = threading.Event(), threading.Event(), Arena.take_back
+
+    def take_back_later(arena: Arena) -> None:
+        began.set()
+        assert may_end.wait(20)
+        take_back(arena)
+
+    monkeypatch.setattr(Arena, "take_back", take_back_later)
+    waking = asyncio.create_task(set_asleep(host, worker, False))
+    async with asyncio.timeout(20):
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+    assert await host.counts() == (SLOTS, 0, 0, 0)
+    assert not waking.done()
+    sleeping = asyncio.create_task(set_asleep(host, worker, True))
+    await asyncio.sleep(0.1)
+    may_end.set()
+    await asyncio.gather(waking, sleeping)
+    assert is_asleep(host)  # memory is given back after it was allocated, in the order of the calls
+    assert allocated(worker) <= PAGE_BYTES
 
 
 async def test_a_restarted_service_knows_that_its_workers_sleep(host: Host, tmp_path: Path) -> None:
