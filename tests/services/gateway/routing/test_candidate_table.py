@@ -125,6 +125,31 @@ def test_requests_of_different_adapters_follow_each_other(first: Need, then: Nee
     assert place(then, table) == place(then, list(table))
 
 
+def test_the_only_worker_with_the_adapter_is_found() -> None:
+    names = ["p", *(f"d{number}" for number in range(8))]
+    lora = AdapterReport(miss_seconds=1.0)
+    members = [
+        Member(
+            name,
+            "prefill" if name == "p" else "decode",
+            1,
+            "",
+            "h1",
+            max_model_len=100,
+            max_seqs=4,
+            state="ready",
+            lora=lora,
+        )
+        for name in names
+    ]
+    adapters = {"p": frozenset([5]), "d7": frozenset([5])}
+    fleet = [Candidate(member, adapters=adapters.get(member.worker_id, frozenset())) for member in members]
+    placement = place(Need(10, prompt_tokens=10, adapter=5), table_of(fleet))
+    assert placement is not None
+    assert placement.decode is not None
+    assert placement.decode.worker_id == "d7"
+
+
 def test_recent_tokens_are_those_of_now() -> None:
     clock = Clock()
     member = Member("p", "prefill", 1, "", "h1", max_model_len=100, max_seqs=1)
