@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 LoadedModel: TypeAlias = tuple[GatewayConfig, Tokenizer]
 """The options for one model (the gateway's options, overridden by the model's own), and the model's tokenizer."""
 
+_SHOWN = 300
+"""Characters of an unknown model's name that an error shows."""
+
 
 class Gateway:
     """One gateway with all its parts: the parts that its models share, and each model with its fleet.
@@ -162,7 +165,7 @@ class Gateway:
             raise ApiError(400, f"this server serves several models; say which one: {served}", param="model")
         raise ApiError(
             404,
-            f"the model {name!r} does not exist here; this server serves {served}",
+            f"the model {name[:_SHOWN]!r} does not exist here; this server serves {served}",
             param="model",
             code="model_not_found",
         )

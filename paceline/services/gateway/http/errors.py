@@ -59,8 +59,12 @@ def retry_after(seconds: float) -> int:
     return min(MOST_SECONDS, max(1, math.ceil(seconds), math.floor(spread)))
 
 
+MESSAGE_CHARACTERS = 4000
+"""Largest number of characters of an error's message. A message may quote what a client has sent, of any length."""
+
+
 class ApiError(Exception):
-    """An error to answer with: an HTTP status and a body."""
+    """An error to answer with: an HTTP status and a body. The middle of a long message is left out."""
 
     def __init__(
         self,
@@ -71,6 +75,8 @@ class ApiError(Exception):
         param: str | None = None,
         code: str = "",
     ) -> None:
+        if len(message) > MESSAGE_CHARACTERS:
+            message = f"{message[: MESSAGE_CHARACTERS // 2]} … {message[-MESSAGE_CHARACTERS // 2 :]}"
         super().__init__(message)
         self.status = status
         self.headers: dict[str, str] = {}

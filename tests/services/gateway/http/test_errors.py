@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from paceline.services.gateway.http.errors import MESSAGE_CHARACTERS, ApiError
 from tests.services.gateway.conftest import Stack, StartStack, eventually
 from tests.services.gateway.toy_model import END, VOCAB_SIZE
 
@@ -314,3 +315,10 @@ async def test_a_base_model_cannot_chat(start_stack: StartStack, tmp_path: Any) 
 
     stack = await start_stack(model=str(write_toy_model(tmp_path / "base", chat_template=None)))
     assert "base model" in error_of(await stack.post("/v1/chat/completions", messages=MESSAGES))["message"]
+
+
+def test_a_message_has_bounded_length() -> None:
+    error = ApiError(404, "begin" + "a" * 1_000_000 + "end")
+    told = error.body["error"]["message"]
+    assert (told[:5], told[-3:], str(error)) == ("begin", "end", told)
+    assert len(told) < MESSAGE_CHARACTERS + 10
