@@ -119,9 +119,12 @@ async def test_a_trial_that_needs_too_much_memory_is_ended_and_remembered(folder
 
 async def test_a_trial_that_takes_too_long_is_ended(folder: Path) -> None:
     desk = Desk(folder, constraint_seconds=1, constraint_memory="4GiB")
+    schema = object_schema(9000)["response_format"]["json_schema"]["schema"]
+    # One of them takes about a second on a fast machine.
+    tools = [{"type": "function", "function": {"name": f"f{n}", "parameters": schema}} for n in range(4)]
     try:
         with pytest.raises(InvalidRequestError, match="takes more than 1 s"):
-            await desk.make(**object_schema(9000))
+            await desk.make(tools=tools, tool_choice="required")
         assert await desk.make(guided_regex="a")
     finally:
         await desk.compiler.close()
