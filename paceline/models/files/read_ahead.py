@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.machine import available_memory
 
 POPULATE_READ = 22
-"""Linux's MADVPOPULATE_READ, which Python does not name. It exists since Linux 5.14."""
+"""Linux's MADV_POPULATE_READ, which Python does not name. It exists since Linux 5.14."""
 _THREADS = 2
 """Number of threads that read a map. A thread waits for each page, so one thread alone has a fraction of a disk's
 rate.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from paceline.core.errors import InvalidRequestError, UnavailableError
+from paceline.core.errors import BusyError, InvalidRequestError, UnavailableError
 from paceline.core.metrics import Family, Sample
 from paceline.core.turns import RoleTurns
 from paceline.core.types import Key
@@ -44,6 +44,9 @@ from paceline.services.worker.worker_role import WorkerRole
 from paceline.services.worker.worker_sleep import WorkerSleep, check_maps, give_back_weights, take_back_weights
 
 Argument = TypeVar("Argument")
+
+POOL_SECONDS, POOL_PAUSE = 5.0, 0.05
+"""Longest wait until nothing uses a block of the worker's own pool, and the time between two looks, in seconds."""
 
 OFFLOAD_BYTES = Family(
     "kv_offload_bytes",
@@ -349,9 +352,19 @@ class Worker:
         await take_back_weights(self._weight_maps)
 
     async def sleep_blocks(self) -> None:
-        await self.reset_pool()
+        await self._empty_pool()
         self.memory.give_back()
         await self.kv.session.set_asleep(True)
+
+    async def _empty_pool(self) -> None:
+        """Forget the blocks of the device's own pool, and wait until no step and no copy uses one. Raises BusyError."""
+        for _ in range(round(POOL_SECONDS / POOL_PAUSE)):
+            await self.reset_pool()
+            counts = self._pool.counts()
+            if counts is None or counts.free == counts.total:
+                return
+            await asyncio.sleep(POOL_PAUSE)
+        raise BusyError("blocks of this worker's own KV pool are still in use, so it cannot sleep now")
 
     async def wake_blocks(self) -> None:
         await self.kv.session.set_asleep(False)
