@@ -76,8 +76,8 @@ class AdapterWatch:
         """The subfolders that have got their names, or cannot have them."""
         self._refused: dict[str, _Refusal] = {}
         """The subfolders that a worker has refused."""
-        self._places: set[str] = set()
-        """The folders from which names were given."""
+        self._places: dict[str, str] = {}
+        """The folder from which each subfolder's name was given last."""
         self._is_readable = True
         self._task: asyncio.Task[None] | None = None
 
@@ -115,6 +115,7 @@ class AdapterWatch:
             if not self._is_taken(name) and (known := self._book.find(name)) is not None and self._is_own(known):
                 log.info("the adapter %r is gone from --lora-dir", name)
                 self._forget(name)
+            self._places.pop(name, None)
         self._refused = {name: refusal for name, refusal in self._refused.items() if name in found}
         self._before = found
 
@@ -124,7 +125,7 @@ class AdapterWatch:
         A gateway that has started since then sees this by the adapter's place.
         """
         inside = self._folder is not None and Path(adapter.folder).is_relative_to(self._folder.resolve())
-        return inside or adapter.folder in self._places
+        return inside or adapter.folder == self._places.get(adapter.name)
 
     def _is_taken(self, name: str) -> bool:
         return name in self._models or name in self._given
@@ -162,5 +163,5 @@ class AdapterWatch:
             self._refused[name] = _Refusal(mark, str(error), time.monotonic() + RETRY_SECONDS)
             return
         self._refused.pop(name, None)
-        self._places.add(mark[0])
+        self._places[name] = mark[0]
         self._done[name] = mark
