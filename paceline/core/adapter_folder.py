@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.core.adapters import CONFIG_FILE, MOST_CONFIG_BYTES, TENSORS_FILE, open_adapter_file
+from paceline.core.adapters import CONFIG_FILE, MOST_CONFIG_BYTES, TENSORS_FILE, is_adapter_name, open_adapter_file
 from paceline.core.errors import ModelError
 
 Mark: TypeAlias = tuple[str, int, tuple[object, ...]]
 """What changes if the content of an adapter's folder does: the real path of the folder, the time at which its
 files were last written or copied there, in nanoseconds since 1970, and further figures of its files."""
 
-MOST_NAME_CHARACTERS = 256
 _MOST_HEADER_BYTES = 16 << 20
 
 
@@ -32,7 +31,7 @@ def find_adapters(folder: Path, known: Mapping[str, Mark | None] | None = None) 
         known: the result for the same folder before. Only files that have changed since are read.
     """
     names = sorted(entry.name for entry in os.scandir(folder) if not entry.name.startswith("."))
-    own = [name for name in names if _is_name(name) and _has_files(folder / name)]
+    own = [name for name in names if is_adapter_name(name) and _has_files(folder / name)]
     return {name: mark_of(folder / name, (known or {}).get(name)) for name in own}
 
 
@@ -57,10 +56,6 @@ def mark_of(folder: Path, known: Mark | None = None) -> Mark | None:
 
 def _has_files(folder: Path) -> bool:
     return any(os.path.exists(folder / name) for name in (CONFIG_FILE, TENSORS_FILE))
-
-
-def _is_name(name: str) -> bool:
-    return name.isprintable() and len(name) <= MOST_NAME_CHARACTERS
 
 
 def _is_complete(folder: Path) -> bool:

@@ -20,6 +20,7 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter's folder, as PEFT writes them."""
 DIGEST_BYTES = 32
 _SHORT_BYTES = 8
+MOST_NAME_CHARACTERS = 256
 MOST_CONFIG_BYTES = 1 << 20
 MOST_TENSOR_BYTES = 8 << 30
 """Largest size of an adapter's tensors. They are read into memory."""
@@ -61,6 +62,11 @@ class AdapterFiles:
     @property
     def digest(self) -> bytes:
         return _digest(hashlib.sha256(self.config).digest(), hashlib.sha256(self.tensors).digest())
+
+
+def is_adapter_name(name: str) -> bool:
+    """Return whether an adapter may get a name while the cluster runs: lists and terminals can show it as it is."""
+    return 0 < len(name) <= MOST_NAME_CHARACTERS and name.isprintable() and name == name.strip() and "," not in name
 
 
 def short_digest(digest: bytes) -> int:

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import AfterValidator, Field
 
+from paceline.core.adapters import MOST_NAME_CHARACTERS, is_adapter_name
 from paceline.core.errors import InvalidRequestError
 from paceline.services.gateway.api.api_schema import text_of
 from paceline.services.gateway.fleet.adapter_check import check_adapter
@@ -20,12 +21,10 @@ from paceline.services.gateway.planning.request_body import Body
 
 
 def _checked_name(name: str) -> str:
-    if not (name.isprintable() and name == name.strip()) or "," in name:
-        raise ValueError("an adapter's name has visible characters other than a comma")
+    if not is_adapter_name(name):
+        raise ValueError(f"an adapter's name has 1 to {MOST_NAME_CHARACTERS} visible characters other than a comma")
     return name
 
-
-AdapterName = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_checked_name)]
 
 _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?", re.ASCII)
 
@@ -33,7 +32,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?", re.ASCII)
 class LoadAdapterRequest(Body):
     """An adapter to be named."""
 
-    lora_name: AdapterName
+    lora_name: Annotated[str, AfterValidator(_checked_name)]
     lora_path: str = Field(min_length=1, max_length=4096)
     """Folder of the adapter on the machines of workers, or its name on the hub: org/name, or org/name@revision."""
     load_inplace: bool = False
@@ -45,7 +44,7 @@ class LoadAdapterRequest(Body):
 class UnloadAdapterRequest(Body):
     """An adapter whose name is to be forgotten."""
 
-    lora_name: AdapterName
+    lora_name: str = Field(min_length=1)
 
 
 def add_adapters(router: APIRouter, gateway: Gateway) -> None:
